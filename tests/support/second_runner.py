@@ -15,7 +15,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 __all__ = ["PRELOADS", "VARIABLES"]
 
@@ -36,23 +35,11 @@ class _OfSglang(MetaPathFinder):
 def give() -> None:
     sys.meta_path.append(_OfSglang())
     from triton.backends import backends
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.interpreter import InterpreterBuilder
+
+    from tests.support import triton_interpreter
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None)
-    Autotuner._bench = lambda *_, **__: [1.0]
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return load(self, pointers, mask, *more)
-
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return store(self, pointers, value, mask, *more)
-
-    InterpreterBuilder.create_masked_load = masked_load
-    InterpreterBuilder.create_masked_store = masked_store
+    triton_interpreter.mend()
 
 
 if os.environ.get("TRITON_INTERPRET") and PRELOADS:

@@ -24,8 +24,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.interpreter import InterpreterBuilder
+
+from tests.support import triton_interpreter
 
 IMPORTED_BEFORE = ("sglang.srt.managers.scheduler", "sglang.srt.models.qwen3_moe", "sglang.srt.models.qwen3_vl")
 """What the next ones import: it stays what it is on a CPU."""
@@ -56,26 +56,9 @@ def import_for_a_gpu() -> None:
             importlib.import_module(name)
 
 
-def mend_the_interpreter() -> None:
-    """Its masks may be of integers. Nothing is to be measured: of a kernel's configurations the first one will do."""
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return load(self, pointers, mask, *more)
-
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        mask.data = mask.data.astype(bool)
-        return store(self, pointers, value, mask, *more)
-
-    InterpreterBuilder.create_masked_load = masked_load
-    InterpreterBuilder.create_masked_store = masked_store
-    Autotuner._bench = lambda *_, **__: [1.0]
-    torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
-
-
 def give() -> None:
-    mend_the_interpreter()
+    triton_interpreter.mend()
+    torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
     import_for_a_gpu()
     from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
