@@ -337,6 +337,14 @@ def test_what_is_written_after_the_commit_does_not_reach_the_installed_weights(w
 # --- the trainer vanishes ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """`maps` collects garbage each time that a test looks: not through what other tests have imported, or the worker's threads
+    wait for the interpreter nearly all the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def maps() -> set[str]:
     """Addresses at which segments are mapped in this process, the worker's."""
     gc.collect()
