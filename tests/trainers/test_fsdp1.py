@@ -18,7 +18,7 @@ from tests.trainers.test_fsdp_adapter import TIE
 from trainer_adapters.sources.plan import PlannedSlice, shards_of_run
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids=["2 ranks", "4 ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return launch("fsdp1_worker.py", request.param, tmp_path_factory.mktemp("fsdp1"))
 
