@@ -1,6 +1,7 @@
 """Pages that show lines for a project that has no place for an adapter file: the lines fit its published source.
 
-The release that the page names is unpacked without its dependencies, read, and never imported. Nothing of it runs.
+The release that the page names is unpacked without its dependencies, read, and never imported. Nothing of it runs; each page says
+what was run by hand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,9 @@ class Lines:
     """What the lines read of `self`, by class of theirs."""
     places: tuple[PatchPoint, ...] = ()
     """What else the lines use, and what the page names."""
+    looked_up: tuple[tuple[str, str, str], ...] = ()
+    """A name of a module of theirs that the lines bind anew, and the method of theirs (`module:Class`, `method`) that looks it
+    up when it is called."""
 
 
 TITAN = "torchtitan.experiments.rl"
@@ -43,16 +48,28 @@ PAGES = {
         {
             "push_model_state_dict": f"{TITAN}.actors.trainer:PolicyTrainer",
             "_pull_model_state_dict": f"{TITAN}.actors.generator:VLLMGenerator",
+            "load_weights": f"{TITAN}.models.vllm_wrapper:VLLMModelWrapper",
         },
         {
             f"{TITAN}.actors.trainer:PolicyTrainer": ("model", "policy_version", "sd_adapter"),
-            f"{TITAN}.actors.generator:VLLMGenerator": ("policy_version",),
+            f"{TITAN}.actors.generator:VLLMGenerator": (
+                "policy_version",
+                "_pull_model_state_dict_future",
+                "_model_state_dict_pull_request",
+            ),
+            f"{TITAN}.models.vllm_wrapper:VLLMModelWrapper": ("model", "state_dict_adapter", "config"),
+            "torchtitan.models.common.attention:FusedQKVLinear": ("wqkv", "heads_per_kv", "r_dim"),
         },
         (
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.start_async_push_pull", ("version",)),
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_push"),
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_pull"),
             PatchPoint("torchtitan.protocols.state_dict_adapter:BaseStateDictAdapter.to_hf", ("state_dict",)),
+        ),
+        (
+            (f"{TITAN}.controller:Controller", "setup_async", "PolicyTrainer"),
+            (f"{TITAN}.controller:Controller", "setup_async", "VLLMGenerator"),
+            (f"{TITAN}.actors.generator:VLLMGenerator", "__init__", "EngineArgs"),
         ),
     ),
     "skyrl": Lines(
@@ -64,7 +81,9 @@ PAGES = {
         (
             PatchPoint("skyrl.train.config.config:InferenceEngineConfig", ("model_dtype",)),
             PatchPoint("skyrl.backends.skyrl_train.weight_sync:_VLLM_RECEIVE_BACKENDS"),
+            PatchPoint("skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker"),
         ),
+        (("skyrl.train.entrypoints.main_base:BasePPOExp", "_setup_trainer", "PolicyWorker"),),
     ),
     "openrlhf": Lines(
         {"broadcast_to_vllm": "openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer"},
@@ -127,8 +146,8 @@ def text_of(page: str) -> str:
 
 def functions_of(page: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """The functions of the page's lines, those in its classes too."""
-    (block,) = blocks(ROOT / "docs" / "integrations" / f"{page}.md", "python")
-    nodes = ast.walk(ast.parse(block.text))
+    lines = "\n".join(block.text for block in blocks(ROOT / "docs" / "integrations" / f"{page}.md", "python"))
+    nodes = ast.walk(ast.parse(lines))
     return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
@@ -140,8 +159,13 @@ def class_of(release: Release, place: str) -> ast.ClassDef:
     return found
 
 
-def kept_by(node: ast.ClassDef) -> Iterator[str]:
-    """What the methods of a class set on `self`."""
+def endpoints_of(method: Any) -> set[str]:
+    """The decorators by which an actor's method can be called from other processes."""
+    return {text for each in method.decorator_list if "endpoint" in (text := ast.unparse(each))}
+
+
+def kept_by(node: ast.AST) -> Iterator[str]:
+    """What a method, or the methods of a class, set on `self`."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
             yield each.attr
@@ -156,8 +180,21 @@ def test_a_function_of_the_lines_has_the_name_and_the_parameters_of_the_method_t
         assert isinstance(theirs, type(ours[name])), f"{name}: only one of the two is a coroutine function"
         assert [each.arg for each in ours[name].args.args] == [each.arg for each in theirs.args.args]  # type: ignore[attr-defined]
         assert len(ours[name].args.defaults) == len(theirs.args.defaults)  # type: ignore[attr-defined]
-        decorators = {ast.unparse(each) for each in theirs.decorator_list if "endpoint" in ast.unparse(each)}  # type: ignore[attr-defined]
-        assert decorators == {ast.unparse(each) for each in ours[name].decorator_list}
+        assert endpoints_of(theirs) == endpoints_of(ours[name])
+
+
+def test_a_function_of_the_lines_sets_what_the_method_that_it_replaces_sets(page: str, release: Release) -> None:
+    """Others may wait for it: torchtitan's pull ends once a future has its result."""
+    ours = functions_of(page)
+    for name, place in PAGES[page].replaced.items():
+        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
+        assert set(kept_by(theirs)) - set(kept_by(ours[name])) == set()
+
+
+def test_what_the_lines_bind_anew_is_looked_up_where_it_is_used(page: str, release: Release) -> None:
+    for place, method, name in PAGES[page].looked_up:
+        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == method]
+        assert name in {node.id for node in ast.walk(theirs) if isinstance(node, ast.Name)}
 
 
 def test_what_the_lines_read_of_their_class_is_set_there(page: str, release: Release) -> None:
