@@ -22,7 +22,19 @@ from tests.support.rig import ROOT
 PYTHON_BLOCKS = [block for page in PAGES for block in blocks(page, "python")]
 OURS = ("inference_plugin", "trainer_adapters", "weightwire")
 INTEGRATIONS = "trainer_adapters.integrations."
-ELSEWHERE = {"deepspeed", "megatron", "monarch", "my_package", "sglang", "skyrl", "torchtitan", "trl", "verl"}
+ELSEWHERE = {
+    "areal",
+    "deepspeed",
+    "megatron",
+    "monarch",
+    "my_package",
+    "openrlhf",
+    "sglang",
+    "skyrl",
+    "torchtitan",
+    "trl",
+    "verl",
+}
 """What the pages import that this environment lacks."""
 CODE = [*OURS, "tests", "examples", "benchmarks", "tools"]
 

@@ -1,7 +1,7 @@
 """Pages that show lines for a project that has no place for an adapter file: the lines fit its published source.
 
-The release that the page names is unpacked without its dependencies, read, and never imported. Nothing of it runs; each page says
-what was run by hand.
+The release that the page names is unpacked without its dependencies, read, and never imported. Nothing of it runs here; a page
+says whether its lines were run by hand.
 """
 
 from __future__ import annotations
@@ -86,9 +86,13 @@ PAGES = {
         (("skyrl.train.entrypoints.main_base:BasePPOExp", "_setup_trainer", "PolicyWorker"),),
     ),
     "openrlhf": Lines(
-        {"broadcast_to_vllm": "openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer"},
-        {"openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer": ("actor",)},
+        dict.fromkeys(
+            ("init_model_from_pretrained", "broadcast_to_vllm"), "openrlhf.trainer.ray.ppo_actor:PolicyModelActor"
+        ),
+        {"openrlhf.trainer.ray.ppo_actor:PolicyModelActor": ("actor",)},
         (
+            PatchPoint("openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer.broadcast_to_vllm"),
+            PatchPoint("openrlhf.cli.train_ppo_ray:train"),
             PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.update_weight"),
             PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.update_weight_cuda_ipc"),
             PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.init_process_group"),
@@ -99,6 +103,8 @@ PAGES = {
         {"areal.engine.fsdp_engine:FSDPEngine": ("model",)},
         (
             PatchPoint("areal.engine.fsdp_engine:FSDPEngine._offload_aware_context"),
+            PatchPoint("areal.engine.fsdp_engine:FSDPPPOActor"),
+            PatchPoint("areal.trainer.rl_trainer:PPOTrainer._create_train_engine"),
             PatchPoint("areal.api.io_struct:WeightUpdateMeta", ("type", "version")),
             PatchPoint("areal.api.engine_api:TrainEngine.connect_engine", ("engine", "meta")),
             PatchPoint("areal.api.engine_api:TrainEngine.set_version", ("version",)),
