@@ -190,11 +190,12 @@ def test_a_function_of_the_lines_has_the_name_and_the_parameters_of_the_method_t
 
 
 def test_a_function_of_the_lines_sets_what_the_method_that_it_replaces_sets(page: str, release: Release) -> None:
-    """Others may wait for it: torchtitan's pull ends once a future has its result."""
+    """Itself, or by calling it. Others may wait for it: torchtitan's pull ends once a future has its result."""
     ours = functions_of(page)
     for name, place in PAGES[page].replaced.items():
         (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
-        assert set(kept_by(theirs)) - set(kept_by(ours[name])) == set()
+        if f"super().{name}(" not in ast.unparse(ours[name]):
+            assert set(kept_by(theirs)) - set(kept_by(ours[name])) == set()
 
 
 def test_what_the_lines_bind_anew_is_looked_up_where_it_is_used(page: str, release: Release) -> None:
