@@ -79,7 +79,14 @@ PAGES = {
         ),
         {"skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:FSDPPolicyWorkerBase": ("model",)},
         (
-            PatchPoint("skyrl.train.config.config:InferenceEngineConfig", ("model_dtype",)),
+            PatchPoint(
+                "skyrl.train.config.config:InferenceEngineConfig",
+                ("model_dtype", "external_proxy_url", "external_server_urls", "distributed_executor_backend"),
+            ),
+            PatchPoint("skyrl.train.config.config:SkyRLTrainConfig.from_cli_overrides", ("args",)),
+            PatchPoint("skyrl.train.entrypoints.main_base:BasePPOExp.run"),
+            PatchPoint("skyrl.train.utils.utils:initialize_ray", ("cfg",)),
+            PatchPoint("skyrl.train.utils.utils:validate_cfg", ("cfg",)),
             PatchPoint("skyrl.backends.skyrl_train.weight_sync:_VLLM_RECEIVE_BACKENDS"),
             PatchPoint("skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker"),
         ),
