@@ -37,9 +37,9 @@ class Lines:
     """What the lines read of `self`, by class of theirs."""
     places: tuple[PatchPoint, ...] = ()
     """What else the lines use, and what the page names."""
-    looked_up: tuple[tuple[str, str, str], ...] = ()
-    """A name of a module of theirs that the lines bind anew, and the method of theirs (`module:Class`, `method`) that looks it
-    up when it is called."""
+    looked_up: tuple[tuple[str, str], ...] = ()
+    """A name of a module of theirs that the lines bind anew (`module:name`), and what looks it up afterwards: a method of theirs
+    when it is called (`module:Class.method`), or a module that the lines run as a program (`module:`)."""
 
 
 TITAN = "torchtitan.experiments.rl"
@@ -67,9 +67,9 @@ PAGES = {
             PatchPoint("torchtitan.protocols.state_dict_adapter:BaseStateDictAdapter.to_hf", ("state_dict",)),
         ),
         (
-            (f"{TITAN}.controller:Controller", "setup_async", "PolicyTrainer"),
-            (f"{TITAN}.controller:Controller", "setup_async", "VLLMGenerator"),
-            (f"{TITAN}.actors.generator:VLLMGenerator", "__init__", "EngineArgs"),
+            (f"{TITAN}.controller:PolicyTrainer", f"{TITAN}.controller:Controller.setup_async"),
+            (f"{TITAN}.controller:VLLMGenerator", f"{TITAN}.controller:Controller.setup_async"),
+            (f"{TITAN}.actors.generator:EngineArgs", f"{TITAN}.actors.generator:VLLMGenerator.__init__"),
         ),
     ),
     "skyrl": Lines(
@@ -90,7 +90,12 @@ PAGES = {
             PatchPoint("skyrl.backends.skyrl_train.weight_sync:_VLLM_RECEIVE_BACKENDS"),
             PatchPoint("skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker"),
         ),
-        (("skyrl.train.entrypoints.main_base:BasePPOExp", "_setup_trainer", "PolicyWorker"),),
+        (
+            (
+                "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker",
+                "skyrl.train.entrypoints.main_base:BasePPOExp._setup_trainer",
+            ),
+        ),
     ),
     "openrlhf": Lines(
         dict.fromkeys(
@@ -104,6 +109,7 @@ PAGES = {
             PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.update_weight_cuda_ipc"),
             PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.init_process_group"),
         ),
+        (("openrlhf.trainer.ray.ppo_actor:PolicyModelActor", "openrlhf.cli.train_ppo_ray:"),),
     ),
     "areal": Lines(
         {"update_weights": "areal.engine.fsdp_engine:FSDPEngine"},
@@ -111,11 +117,11 @@ PAGES = {
         (
             PatchPoint("areal.engine.fsdp_engine:FSDPEngine._offload_aware_context"),
             PatchPoint("areal.engine.fsdp_engine:FSDPPPOActor"),
-            PatchPoint("areal.trainer.rl_trainer:PPOTrainer._create_train_engine"),
             PatchPoint("areal.api.io_struct:WeightUpdateMeta", ("type", "version")),
             PatchPoint("areal.api.engine_api:TrainEngine.connect_engine", ("engine", "meta")),
             PatchPoint("areal.api.engine_api:TrainEngine.set_version", ("version",)),
         ),
+        (("areal.engine:FSDPPPOActor", "areal.trainer.rl_trainer:PPOTrainer._create_train_engine"),),
     ),
 }
 
@@ -172,6 +178,11 @@ def class_of(release: Release, place: str) -> ast.ClassDef:
     return found
 
 
+def method_of(release: Release, place: str, name: str) -> Any:
+    (found,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
+    return found
+
+
 def endpoints_of(method: Any) -> set[str]:
     """The decorators by which an actor's method can be called from other processes."""
     return {text for each in method.decorator_list if "endpoint" in (text := ast.unparse(each))}
@@ -189,10 +200,10 @@ def test_a_function_of_the_lines_has_the_name_and_the_parameters_of_the_method_t
 ) -> None:
     ours = functions_of(page)
     for name, place in PAGES[page].replaced.items():
-        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
+        theirs = method_of(release, place, name)
         assert isinstance(theirs, type(ours[name])), f"{name}: only one of the two is a coroutine function"
-        assert [each.arg for each in ours[name].args.args] == [each.arg for each in theirs.args.args]  # type: ignore[attr-defined]
-        assert len(ours[name].args.defaults) == len(theirs.args.defaults)  # type: ignore[attr-defined]
+        assert [each.arg for each in ours[name].args.args] == [each.arg for each in theirs.args.args]
+        assert len(ours[name].args.defaults) == len(theirs.args.defaults)
         assert endpoints_of(theirs) == endpoints_of(ours[name])
 
 
@@ -200,15 +211,25 @@ def test_a_function_of_the_lines_sets_what_the_method_that_it_replaces_sets(page
     """Itself, or by calling it. Others may wait for it: torchtitan's pull ends once a future has its result."""
     ours = functions_of(page)
     for name, place in PAGES[page].replaced.items():
-        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
+        theirs = method_of(release, place, name)
         if f"super().{name}(" not in ast.unparse(ours[name]):
             assert set(kept_by(theirs)) - set(kept_by(ours[name])) == set()
 
 
 def test_what_the_lines_bind_anew_is_looked_up_where_it_is_used(page: str, release: Release) -> None:
-    for place, method, name in PAGES[page].looked_up:
-        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == method]
-        assert name in {node.id for node in ast.walk(theirs) if isinstance(node, ast.Name)}
+    """As a global of the module in which they bind it, or by an import from there that runs afterwards."""
+    assert PAGES[page].looked_up
+    for bound, user in PAGES[page].looked_up:
+        (home, _, name), (module, _, method) = bound.partition(":"), user.partition(":")
+        theirs: ast.AST | None = release.module(module)
+        if method:
+            in_class, _, called = method.partition(".")
+            theirs = method_of(release, f"{module}:{in_class}", called)
+        assert theirs is not None, f"{release.distribution} {release.version} has no {module}"
+        nodes = list(ast.walk(theirs))
+        assert name in {node.id for node in nodes if isinstance(node, ast.Name)}
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == home]
+        assert module == home or name in {alias.name for each in imports for alias in each.names}
 
 
 def test_what_the_lines_read_of_their_class_is_set_there(page: str, release: Release) -> None:
