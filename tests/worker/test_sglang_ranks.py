@@ -99,6 +99,8 @@ def one_rank_of_two_of_which_one_lacks_the_plug_in(rank: int, directory: str, la
                 ranks_of_two(rank, directory, "host")
             else:
                 dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+                # Not before: torch.distributed calls a group made as soon as this rank is connected, while the other may not be.
+                eventually((Path(directory) / f"said{1 - rank}").exists, "the end of the other rank's start")
         except EngineUnsupported as error:
             said = error.message
     found = Path(directory) / f"said{rank}"
