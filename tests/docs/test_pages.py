@@ -29,6 +29,7 @@ ELSEWHERE = {
     "monarch",
     "my_package",
     "openrlhf",
+    "prime_rl",
     "sglang",
     "skyrl",
     "torchtitan",
