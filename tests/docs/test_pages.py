@@ -32,7 +32,9 @@ ELSEWHERE = {
     "prime_rl",
     "sglang",
     "skyrl",
+    "slime",
     "torchtitan",
+    "train",  # slime's program
     "trl",
     "verl",
 }
