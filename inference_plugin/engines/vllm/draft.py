@@ -1,39 +1,22 @@
-"""The draft model of speculative decoding: a model of its own beside the served one, which the group `draft` updates.
-
-vLLM's proposer builds it and then may put modules of the served model in the place of the draft's: the embedding, the head.
-Such a module belongs to the served model. Updates of the draft leave it alone, and refuse a tensor that would go there.
-"""
+"""The draft model of speculative decoding, which vLLM's proposer builds and the group `draft` updates."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from inference_plugin.engines.live_model import with_children
+from inference_plugin.engines.drafts import NoDraft, skeleton_without, without_modules
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
 
-__all__ = ["DraftModel", "NoDraft", "draft_of"]
+__all__ = ["DraftModel", "draft_of"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class NoDraft:
-    """A draft model that cannot be updated, and why."""
-
-    why: str
-
-    @property
-    def told(self) -> str:
-        return f"the draft model keeps its old weights: {self.why}"
 
 
 class DraftModel(VllmModel):
@@ -74,17 +57,9 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     skeleton = skeleton_of(config, model_config, prefix)
     with_adapters: nn.Module = worker.model_runner.get_model()  # whose modules LoRA may have wrapped
     borrowed = {*_borrowed(live, served), *_borrowed(live, with_adapters)}
-    for name in borrowed:
-        with contextlib.suppress(AttributeError):  # inside another one that is gone
-            holder, _, own = name.rpartition(".")
-            delattr(skeleton.model.get_submodule(holder), own)
-    constants = {
-        name: value
-        for name, value in skeleton.constants.items()
-        if not any(name.startswith(f"{module}.") for module in borrowed)
-    }
     device = torch.device(worker.device)
-    draft = DraftModel(_without(live, borrowed), device, config, model_config, skeleton._replace(constants=constants))
+    own = without_modules(live, borrowed)
+    draft = DraftModel(own, device, config, model_config, skeleton_without(skeleton, borrowed))
     draft.note_graphs(worker.vllm_config)
     return draft
 
@@ -134,13 +109,3 @@ def _borrowed(live: nn.Module, served: nn.Module) -> Iterator[str]:
     for name, module in live.named_modules(remove_duplicate=False):
         if name and id(module) in own:
             yield name
-
-
-def _without(module: nn.Module, names: set[str], at: str = "") -> nn.Module:
-    """The model without these submodules. Its other modules keep their parameters; those above what is left out are copies."""
-    children: dict[str, nn.Module | None] = {}
-    for own, child in module._modules.items():
-        name = f"{at}{own}"
-        if name not in names:
-            children[own] = child if child is None else _without(child, names, f"{name}.")
-    return with_children(module, children)

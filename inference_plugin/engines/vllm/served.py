@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.engines.drafts import updatable
 from inference_plugin.engines.live_model import without_wrappers
-from inference_plugin.engines.vllm.draft import NoDraft, draft_of
+from inference_plugin.engines.vllm.draft import draft_of
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
 from inference_plugin.engines.vllm.outside_caches import keeps_queries, why_stale
@@ -60,14 +61,7 @@ class ServedModel(VllmModel):
             )
 
     def draft_model(self) -> EngineModel:
-        if self._draft is None:
-            return super().draft_model()
-        if isinstance(self._draft, NoDraft):
-            raise EngineUnsupported(
-                self._draft.why, hint="restart the engine with the new draft, or keep the old one", phase="open"
-            )
-        self._draft.ranks = self.ranks
-        return self._draft
+        return super().draft_model() if self._draft is None else updatable(self._draft, self.ranks)
 
     def for_names(self, names: Collection[str]) -> EngineModel:
         """With the draft, if the group sends tensors of it too."""
