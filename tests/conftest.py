@@ -92,6 +92,7 @@ FULL = (
         )
     ),
     f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
+    f"{ENGINES}test_sglang_draft.py",
     f"{ENGINES}test_sglang_tokens.py::test_an_updated_engine_is_a_fresh_engine[llama-tied-tp1",
     # LoRA in SGLang: on two ranks, and of the policies those that differ most
     *(

@@ -249,13 +249,18 @@ def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_
 SPARED = """
 from types import SimpleNamespace
 import torch
+from inference_plugin.engines.drafts import NoDraft
 from inference_plugin.engines.sglang.model import SglangModel
+from inference_plugin.engines.sglang.served import ServedModel
 
 layer = torch.nn.Module()
 for name, kept in (("mask", False), ("scale", False), ("cos_sin_cache", False), ("mean", True)):
     layer.register_buffer(name, torch.zeros(1), persistent=kept)
 model = torch.nn.Module()
 model.layer = layer
+served = object.__new__(ServedModel)
+served.live, served._draft = model, NoDraft("it is of another kind")
+print(served.lost_by_a_reset(["mas"]))
 print(SglangModel.lost_by_a_reset(SimpleNamespace(live=model), ["mas"]))
 """
 
@@ -263,7 +268,7 @@ print(SglangModel.lost_by_a_reset(SimpleNamespace(live=model), ["mas"]))
 @pytest.mark.full
 def test_a_buffer_that_no_update_brings_back_is_named_unless_sglang_s_reset_spares_it() -> None:
     told = subprocess.run([PYTHON, "-c", SPARED], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines()[-1] == "['layer.scale']"
+    assert told.stdout.splitlines()[-2:] == ["['layer.scale', 'the draft model']", "['layer.scale']"]
 
 
 REFUSED = """

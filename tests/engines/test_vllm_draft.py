@@ -176,9 +176,9 @@ def test_a_draft_group_is_refused_by_an_engine_that_has_no_draft(driver: Driver,
     assert driver.tokens(PROMPTS, COUNT) == reference(a)
 
 
-def with_next_token_layer(directory: Path, seed: int) -> Path:
-    """A tiny GLM4-MoE with a layer that predicts the token after the next, as published ones have it."""
-    path = FAMILIES["glm4_moe"].maker(directory / f"glm-{seed}", seed)
+def with_next_token_layer(directory: Path, seed: int, family: str = "glm4_moe") -> Path:
+    """A tiny model with a layer that predicts the token after the next, as published ones have it."""
+    path = FAMILIES[family].maker(directory / f"{family}-{seed}", seed)
     tensors, generator = checkpoints.load(path), torch.Generator().manual_seed(seed)
     hidden = tensors["model.norm.weight"].numel()
     sizes = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}

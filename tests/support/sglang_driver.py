@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.support import engine_driver, held_grammars, poison, sglang_pool
+from tests.support import engine_driver, held_grammars, poison, sglang_pool, sglang_speculation
 
 PASS_S = 0.005
 
@@ -42,6 +42,9 @@ if os.environ.get(sglang_pool.VARIABLE):
 
 if os.environ.get(held_grammars.VARIABLE):
     held_grammars.give()
+
+if asked := os.environ.get(sglang_speculation.VARIABLE):
+    sglang_speculation.give(overlap=asked == "overlap")
 
 poison.spread_if_asked()  # in the schedulers as well, which are spawned from this module
 
@@ -94,6 +97,7 @@ class Driver(engine_driver.Driver):
                 state["logprobs"] = [value for value, *_ in meta.get("output_token_logprobs", ())]
                 state["cached"] = int(meta.get("cached_tokens", 0))
                 state["versions"] = versions_of(meta, len(state["tokens"]))
+                state["accepted"] = list(meta.get("spec_correct_drafts_histogram", ()))
                 if (reason := meta.get("finish_reason")) is not None:
                     # What has a status is an HTTP error to a server's client; an engine's caller sees an abort.
                     state["finish_reason"] = "error" if reason.get("status_code") else reason["type"]
@@ -106,6 +110,11 @@ class Driver(engine_driver.Driver):
     def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
         """A method of `sgl.Engine`."""
         return [str(getattr(self.llm, method)(*args))]
+
+    def do_draft(self, directory: str) -> list[dict[str, str]]:
+        """All that the draft model reaches, of each rank."""
+        self.llm.collective_rpc("write_draft", directory=directory)
+        return [json.loads(path.read_text()) for path in sorted(Path(directory).glob("draft-*.json"))]
 
     def do_load(self, model: str, by: str) -> None:
         """Weights that a user loads: by SGLang's own update from disk ("engine"), or from tensors."""

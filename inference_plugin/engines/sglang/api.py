@@ -13,6 +13,7 @@ from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.http import ReplicaMiddleware, replicas_here
 from inference_plugin.engines.monkeypatch import contained, wrap
 from inference_plugin.net.records import record_of
+from inference_plugin.wire.groups import DRAFT
 
 __all__ = ["hook_api", "name_application"]
 
@@ -71,7 +72,8 @@ class SglangMiddleware(ReplicaMiddleware):
 def _last_committed() -> str | None:
     """The version with which this server's replicas stamp their answers, `UNKNOWN_VERSION` where somebody else has loaded others;
     None if they have committed none."""
-    records = [record for card in replicas_here() for record in record_of(card).groups.values()]
+    groups = [item for card in replicas_here() for item in record_of(card).groups.items()]
+    records = [record for group, record in groups if group != DRAFT]  # no answer has the draft's stamp
     done = [record for record in records if record.version is not None]
     if not done:
         return UNKNOWN_VERSION if any(record.commits for record in records) else None

@@ -109,7 +109,7 @@ class _TurnControl(CommandedEngine):
             self._ask("resume")
 
     def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
-        self._rank.installed(stamp)
+        self._rank.installed(group, stamp)
 
     def refuse(self, reason: str | None) -> None:
         try:

@@ -256,8 +256,7 @@ def _update_by_user(name: str, original: Callable[..., Any], self: Any, *args: A
     """Around a method of SGLang's `WeightUpdater`, of the served model or of a draft."""
     if _rank is not None:
         with contained("noting SGLang's own update", logger):
-            if self.get_model() is _rank.live:
-                _rank.lose_version(f"SGLang's own {name} wrote the weights")
+            _rank.note_load(self.get_model(), f"SGLang's own {name} wrote the weights")
     return original(self, *args, **kwargs)
 
 

@@ -27,6 +27,9 @@ KV_PROJECTION = "kv_b_proj"
 _DERIVED = ("w_kc", "w_vc", "w_scale")
 """The attributes in which MiniCPM3's loader keeps the derived weights."""
 
+_DRAFT_LAYER = "decoder"
+"""A layer for multi-token prediction, the only one of a draft."""
+
 _GATHERED = ("w_kc_qrep", "q_b_proj_qrep_weight")
 """Weights that SGLang gathers over the ranks of a decode context (`--dcp-replicate-q-proj`)."""
 
@@ -57,9 +60,8 @@ def latent_finishers(skeleton: nn.Module) -> Mapping[str, Callable[[nn.Module], 
     """What derives the weights of each latent attention module, by the module's name; each is called with a stand-in for it."""
     found: dict[str, Callable[[nn.Module], None]] = {}
     for name, model in _models(skeleton):
-        layers: Any = model.model
-        for number in range(layers.start_layer, layers.end_layer):
-            attention = f"model.layers.{number}.self_attn"
+        for layer in _layers(model.model):
+            attention = f"model.{layer}.self_attn"
             if hasattr(model.get_submodule(attention), KV_PROJECTION):
                 found[f"{name}.{attention}" if name else attention] = functools.partial(_derive, model, attention)
     return found | dict.fromkeys(_mini_attentions(skeleton), _derive_by_a_load)
@@ -77,17 +79,28 @@ def why_underivable(model: nn.Module) -> str | None:
 
 
 def _models(root: nn.Module) -> list[tuple[str, Any]]:
-    """The models below `root` whose `post_load_weights` we know, by name. A draft's derives from a layer of its own."""
+    """The models below `root` whose `post_load_weights` we know, by name."""
     try:
         from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
     except ImportError:  # optional: the start has said what follows from that
         return []
-    known = DeepseekV2WeightLoaderMixin.post_load_weights
+    known = [DeepseekV2WeightLoaderMixin.post_load_weights]
+    with contextlib.suppress(ImportError):  # optional, too
+        from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
+
+        known.append(DeepseekV3ForCausalLMNextN.post_load_weights)
     return [
         (name, module)
         for name, module in root.named_modules()
-        if isinstance(module, DeepseekV2WeightLoaderMixin) and type(module).post_load_weights is known
+        if isinstance(module, DeepseekV2WeightLoaderMixin) and type(module).post_load_weights in known
     ]
+
+
+def _layers(model: Any) -> list[str]:
+    """The layers of which `post_load_weights` derives."""
+    if hasattr(model, _DRAFT_LAYER):
+        return [_DRAFT_LAYER]
+    return [f"layers.{number}" for number in range(model.start_layer, model.end_layer)]
 
 
 def _mini_attentions(skeleton: nn.Module) -> dict[str, nn.Module]:
@@ -114,7 +127,8 @@ def _derive_by_a_load(stand_in: nn.Module) -> None:
 
 def _derive(model: Any, attention: str, stand_in: nn.Module) -> None:
     twin: Any = with_submodule(model, attention, stand_in)
-    type(model).post_load_weights(twin, weight_names=[f"{attention}.{KV_PROJECTION}.weight"])
+    is_draft = _layers(model.model) == [_DRAFT_LAYER]
+    type(model).post_load_weights(twin, is_nextn=is_draft, weight_names=[f"{attention}.{KV_PROJECTION}.weight"])
 
 
 def _nothing(**_: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""The model of one SGLang rank, and its skeleton."""
+"""A model of one SGLang rank, and its skeleton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
-from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel, without_wrappers
+from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel
 from inference_plugin.engines.sglang.latent_attention import (
     KV_PROJECTION,
     derive_nothing,
@@ -22,15 +22,13 @@ from inference_plugin.engines.sglang.latent_attention import (
     why_underivable,
 )
 from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_copied
-from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.messages import MemoryTag, SleepLevel
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["SglangModel"]
+__all__ = ["SglangModel", "skeleton_of"]
 
 
 class SglangModel(LiveModel):
@@ -57,24 +55,15 @@ class SglangModel(LiveModel):
         ("sglang.srt.configs", "sglang.srt.server_args", "sglang.srt.distributed", "sglang.srt.lora", "transformers")
     )
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, runner: Any, live: nn.Module, skeleton: Skeleton) -> None:
+        """`runner`: SGLang's `ModelRunner` that computes with `live`."""
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-        runner = scheduler.tp_worker.model_runner
-        live: nn.Module = runner.model
-        if scheduler.enable_lora:
-            from sglang.srt.lora.layers import BaseLayerWithLoRA
-
-            live = without_wrappers(live, BaseLayerWithLoRA)
-            self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.padded = VocabParallelEmbedding
-        super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
-        if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
-            self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
+        super().__init__(live, next(live.parameters()).device, *skeleton)
         self._config = runner.model_config
         # SGLang's update from a directory replaces it, also where it fails.
         self._started_from = self._config.model_path
-        self._updater = scheduler.weight_updater
         self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
         self._arguments = runner.server_args
@@ -83,7 +72,7 @@ class SglangModel(LiveModel):
         self._folding: list[Any] = [module for module in live.modules() if hasattr(module, "fuse_scale")]
         on_gpu = self.device.type != "cpu"
         self.captures_graphs = on_gpu and captures_graphs()
-        sleeps = self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
+        sleeps = scheduler.weight_updater.memory_saver_adapter.enabled  # only memory of its own sleeps
         self.fixed_addresses = self.captures_graphs or sleeps or (on_gpu and lends_addresses(self._arguments))
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -154,24 +143,6 @@ class SglangModel(LiveModel):
             return "SGLang's cache outside it, which it was told to attach while it ran, keeps what the old weights computed"
         return None
 
-    def why_no_sleep(self, level: SleepLevel) -> str | None:
-        if not self._updater.memory_saver_adapter.enabled:
-            return "SGLang was started without --enable-memory-saver (which needs a GPU)"
-        if level == 1 and not self._arguments.enable_weights_cpu_backup:
-            return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
-        return None
-
-    def sleep(self, level: SleepLevel) -> None:
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
-
-    def wake_up(self, tag: MemoryTag) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        tags = ["weights"] if tag == "weights" else ["kv_cache", "cuda_graph"]
-        self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-
     def lost_by_a_reset(self, spared: Collection[str]) -> list[str]:
         """Buffers that SGLang's `reset_tensors` would fill with random numbers, and that no checkpoint holds. `spared`: parts
         of names that the reset leaves out."""
@@ -187,8 +158,8 @@ class SglangModel(LiveModel):
         ]
 
 
-def _skeleton(runner: Any) -> Skeleton:
-    """A second instance of the model's class, without memory for weights."""
+def skeleton_of(runner: Any) -> Skeleton:
+    """A second instance of the class of the runner's model, without memory for weights."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype

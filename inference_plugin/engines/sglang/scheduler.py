@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -23,12 +24,13 @@ from inference_plugin.engines.sglang.in_flight import (
     unbegun_diffusion,
     why_not_again,
 )
-from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
+from inference_plugin.engines.sglang.served import ServedModel
 from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Step
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import WorkerCard
 
 __all__ = ["SchedulerRank", "forget_encodings", "tokens_made"]
@@ -50,12 +52,14 @@ class SchedulerRank:
         self.pipeline = Pipeline(scheduler) if ranks.stages > 1 else None
         self.replica = replica
         self.cards: list[WorkerCard] = []
-        self.model = SglangModel(scheduler)
+        self.model = ServedModel(scheduler)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         try:
             identity = RankIdentity(self.replica, self.rank, ranks.tp_rank, ranks.stage, ranks.size)
             self.runtime = RankRuntime(identity, self.model)
-            self._end_notes = note_loads(self.live, self.lose_version)
+            self._end_notes = [
+                note_loads(model, partial(self.note_load, model)) for model in (self.live, *self.model.drafts)
+            ]
         except BaseException:
             self.bell.close()
             self._remove_sockets()
@@ -78,7 +82,8 @@ class SchedulerRank:
 
     def close(self) -> None:
         """Ends what was started here: the engine goes on without us."""
-        self._end_notes()
+        for end in self._end_notes:
+            end()
         self.runtime.close()
         self.bell.close()
         self._remove_sockets()
@@ -182,16 +187,23 @@ class SchedulerRank:
         self._held = [request for request in self._held if request not in aborted]
         self.scheduler.waiting_queue.extend(aborted)
 
-    def installed(self, stamp: str) -> None:
-        """This rank holds a new version: from now on no request finds what an older one computed, and outputs get the stamp."""
+    def installed(self, group: str, stamp: str) -> None:
+        """This rank holds a new version: from now on no request finds what an older one computed, and outputs get the stamp.
+        Tokens are the served model's, whichever draft proposed them."""
         self._turn_namespace()
         forget_encodings()
-        self._stamp(stamp)
+        if group != DRAFT:
+            self._stamp(stamp)
 
     @property
     def live(self) -> Any:
         """The served model, as SGLang itself holds it."""
         return self.scheduler.tp_worker.model_runner.model
+
+    def note_load(self, model: Any, reason: str) -> None:
+        """Somebody else is about to write this rank's model, or its draft."""
+        if model is self.live or (model in self.model.drafts and self.model.versions_hang_on(model)):
+            self.lose_version(reason)
 
     def lose_version(self, reason: str) -> None:
         """Somebody else is about to write this rank's weights."""

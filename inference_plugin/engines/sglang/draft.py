@@ -1,0 +1,101 @@
+"""The draft model of speculative decoding, which SGLang's draft worker holds and the group `draft` updates."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from inference_plugin.engines.drafts import NoDraft, skeleton_without, without_modules
+from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
+
+__all__ = ["DraftModel", "borrowed", "draft_of", "drafting_models"]
+
+logger = logging.getLogger("sglang.weightwire")
+
+_KNOWN = {
+    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
+    "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2",
+}
+"""The workers that compute nothing from a draft's weights beforehand: of EAGLE, of layers for multi-token prediction, and of a
+draft model of its own."""
+
+
+class DraftModel(SglangModel):
+    """`install.contract.EngineModel` of the draft model."""
+
+    prefix = DRAFT_NAMES
+    placeholders = frozenset({"StagePlan"})
+    """It keeps the norm that a head of EAGLE removes from its first layer, and does not apply it."""
+    told = f"the draft model is not part of this group: group {DRAFT!r} updates it"
+
+
+def drafting_models(scheduler: Any) -> list[nn.Module]:
+    """The live models that propose tokens, of whatever kind. Drafting by n-grams has none."""
+    inner = getattr(scheduler.draft_worker, "draft_worker", None)
+    runners = getattr(inner, "draft_runners", None)
+    if runners is None:
+        runners = [getattr(inner, name) for name in ("draft_runner", "model_runner") if hasattr(inner, name)][:1]
+    return [runner.model for runner in runners]
+
+
+def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
+    """The scheduler's draft model; None where it drafts without weights, or not at all."""
+    worker = scheduler.draft_worker
+    if worker is None or getattr(worker, "draft_worker", worker) is None:
+        return None
+    if (why := _why_not(worker)) is not None:
+        return NoDraft(why)
+    try:
+        runner = worker.draft_worker.draft_runner
+        names = borrowed(runner.model, scheduler.tp_worker.model_runner.model)
+        with _as_built():
+            skeleton = skeleton_of(runner)
+        live = without_modules(runner.model, names)
+        draft = DraftModel(scheduler, runner, live, skeleton_without(skeleton, names))
+        logger.info("weightwire: group %r updates the draft model, a %s", DRAFT, type(runner.model).__name__)
+        return draft
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the served model can be updated
+        logger.warning("weightwire: the draft model can't be updated: %s", error)
+        return NoDraft(WeightwireError.wrap(error).message)
+
+
+def borrowed(draft: nn.Module, served: nn.Module) -> set[str]:
+    """The modules of a draft that hold a parameter of the served model, by name in the draft."""
+    theirs = {id(parameter) for parameter in served.parameters()}
+    return {
+        name
+        for name, module in draft.named_modules(remove_duplicate=False)
+        if any(id(parameter) in theirs for parameter in module._parameters.values())
+    }
+
+
+def _why_not(worker: Any) -> str | None:
+    """Why SGLang would go on with the old weights of a draft that was updated; None if it would not."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if f"{type(worker).__module__}.{type(worker).__qualname__}" not in _KNOWN:
+        return f"what {type(worker).__name__} computes from the draft's weights is not known"
+    if get_parallel().attn_dp_size > 1:
+        return "with data-parallel attention SGLang builds the draft in other groups of ranks"
+    if worker.draft_worker.hot_token_id is not None:
+        return "with a map of tokens SGLang computes with a copy of some rows of a head"
+    return None
+
+
+@contextlib.contextmanager
+def _as_built() -> Iterator[None]:
+    """The settings with which SGLang builds a draft with experts."""
+    from sglang.srt.layers.moe.utils import (
+        draft_model_build_scope,
+        speculative_moe_a2a_backend_context,
+        speculative_moe_backend_context,
+    )
+
+    with speculative_moe_backend_context(), speculative_moe_a2a_backend_context(), draft_model_build_scope():
+        yield

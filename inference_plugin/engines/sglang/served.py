@@ -1,0 +1,77 @@
+"""The model that an SGLang rank serves, with what belongs to it: LoRA slots, sleep mode, the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from inference_plugin.engines.drafts import NoDraft, updatable
+from inference_plugin.engines.live_model import without_wrappers
+from inference_plugin.engines.sglang.draft import DraftModel, borrowed, draft_of, drafting_models
+from inference_plugin.engines.sglang.lora import SglangAdapterSlots
+from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel(SglangModel):
+    """`install.contract.EngineModel` of what one rank serves."""
+
+    def __init__(self, scheduler: Any) -> None:
+        runner = scheduler.tp_worker.model_runner
+        live: nn.Module = runner.model
+        if scheduler.enable_lora:
+            from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
+        super().__init__(scheduler, runner, live, skeleton_of(runner))
+        self._updater = scheduler.weight_updater
+        self.drafts = drafting_models(scheduler)
+        self._draft = draft_of(scheduler)
+        if self._draft is not None:
+            self.leaves_out = self._draft.told
+
+    def draft_model(self) -> EngineModel:
+        return super().draft_model() if self._draft is None else updatable(self._draft, self.ranks)
+
+    def versions_hang_on(self, draft: nn.Module) -> bool:
+        """Whether somebody who loads weights into the draft writes weights of which a group has a version."""
+        if isinstance(self._draft, DraftModel) and self._draft.updated:
+            return True
+        return bool(borrowed(draft, self.live))
+
+    def lost_by_a_reset(self, spared: Collection[str]) -> list[str]:
+        lost = super().lost_by_a_reset(spared)
+        if isinstance(self._draft, NoDraft):
+            return [*lost, "the draft model"]
+        return lost if self._draft is None else [*lost, *self._draft.lost_by_a_reset(spared)]
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._updater.memory_saver_adapter.enabled:
+            return "SGLang was started without --enable-memory-saver (which needs a GPU)"
+        if self._arguments.enable_weights_cpu_backup:
+            return None
+        if level == 1:
+            return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
+        if self._draft is not None:
+            return (
+                "without --enable-weights-cpu-backup, level 2 discards the weights of the draft model too, which an update of "
+                "the served model does not bring back"
+            )
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags = ["weights"] if tag == "weights" else ["kv_cache", "cuda_graph"]
+        self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))

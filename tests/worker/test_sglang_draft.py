@@ -1,0 +1,44 @@
+"""What belongs to a draft model in SGLang, and what to the served one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from inference_plugin.engines.drafts import NoDraft, updatable
+from inference_plugin.engines.sglang import api
+from inference_plugin.engines.sglang.draft import borrowed, draft_of, drafting_models
+from inference_plugin.net.records import GroupRecord, ReplicaRecord
+from inference_plugin.wire.errors import EngineUnsupported
+
+
+def test_a_version_of_the_draft_is_not_the_version_that_the_server_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = {"model": GroupRecord(3, committed_at_unix_s=1.0), "draft": GroupRecord(100, committed_at_unix_s=2.0)}
+    monkeypatch.setattr(api, "replicas_here", lambda: ["this one"])
+    monkeypatch.setattr(api, "record_of", lambda _: ReplicaRecord(records))
+    assert api._last_committed() == "3"
+    del records["model"]
+    assert api._last_committed() is None
+
+
+def test_a_module_whose_parameter_the_served_model_holds_is_not_the_drafts() -> None:
+    """SGLang puts the served model's parameters into modules of the draft."""
+    served = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    draft = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layer": nn.Linear(2, 2), "head": nn.Linear(2, 4, bias=False)})
+    draft["embed"].weight = served["embed"].weight  # type: ignore[assignment]
+    assert borrowed(draft, served) == {"embed"}
+
+
+def test_a_draft_of_an_unknown_kind_keeps_its_weights_and_the_group_is_refused_with_the_reason() -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    inner = SimpleNamespace(draft_runners=[SimpleNamespace(model=model) for model in models])
+    scheduler: Any = SimpleNamespace(draft_worker=SimpleNamespace(draft_worker=inner))
+    assert drafting_models(scheduler) == models
+    none: Any = SimpleNamespace(draft_worker=SimpleNamespace(draft_worker=None))  # as drafting by n-grams
+    assert drafting_models(none) == [] and draft_of(none) is None
+    assert drafting_models(SimpleNamespace(draft_worker=None)) == []
+    with pytest.raises(EngineUnsupported, match="nobody knows"):
+        updatable(NoDraft("nobody knows"), 1)
