@@ -8,6 +8,7 @@ verified, which SGLang's own can't.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
 import types
@@ -249,9 +250,10 @@ def _attention() -> Any:
                 count = batch.spec_info.draft_token_num
                 masks = batch.spec_info.custom_mask.view(-1, count, count)
                 places = [row[: length + count] for row, length in zip(table, lengths, strict=True)]
+                chain = torch.ones(count, count, dtype=torch.bool).tril()  # of sequences that only fill a batch up
                 sees = [
-                    torch.cat([torch.ones(count, length, dtype=torch.bool), mask], 1)
-                    for length, mask in zip(lengths, masks, strict=True)
+                    torch.cat([torch.ones(count, length, dtype=torch.bool), chain if mask is None else mask], 1)
+                    for length, mask in itertools.zip_longest(lengths, masks)
                 ]
             elif batch.forward_mode.is_draft_extend_v2():
                 places, sees = [], []

@@ -81,8 +81,9 @@ def _why_not(worker: Any) -> str | None:
 
     if f"{type(worker).__module__}.{type(worker).__qualname__}" not in _KNOWN:
         return f"what {type(worker).__name__} computes from the draft's weights is not known"
-    if get_parallel().attn_dp_size > 1:
-        return "with data-parallel attention SGLang builds the draft in other groups of ranks"
+    layout = getattr(worker.draft_worker, "parallel_layout", None)  # before 0.5.23 it has one of its own
+    if get_parallel().attn_dp_size > 1 and (layout is None or layout.tp_group is not None):
+        return "with data-parallel attention SGLang builds it in other groups of ranks than the served model"
     if worker.draft_worker.hot_token_id is not None:
         return "with a map of tokens SGLang computes with a copy of some rows of a head"
     return None
