@@ -49,9 +49,9 @@ def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
     worker = scheduler.draft_worker
     if worker is None or getattr(worker, "draft_worker", worker) is None:
         return None
-    if (why := _why_not(worker)) is not None:
-        return NoDraft(why)
     try:
+        if (why := _why_not(worker)) is not None:
+            return NoDraft(why)
         runner = worker.draft_worker.draft_runner
         names = borrowed(runner.model, scheduler.tp_worker.model_runner.model)
         with _as_built():
