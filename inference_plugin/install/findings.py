@@ -29,6 +29,7 @@ class LoadFindings:
         self._refusal: str | None = None
         self._broke = False
         self._broke_at = ""
+        self._made_of_nothing: set[str] = set()
         self._casts: dict[str, str] = {}
         self._wanted: dict[str, torch.dtype] = {}
 
@@ -66,6 +67,10 @@ class LoadFindings:
         """The whole plan is unusable."""
         self._refusal = self._refusal or reason
 
+    def made_of_nothing(self, destination: str) -> None:
+        """The loader writes memory of its own there, into which it loaded nothing."""
+        self._made_of_nothing.add(destination)
+
     def broke(self, reason: str, last: str) -> None:
         """The loader raised: it can't take these tensors, at least not on the meta device. `last`: the one it was given last."""
         self._broke, self._broke_at = True, last
@@ -75,7 +80,13 @@ class LoadFindings:
         """The plan that describes the load."""
         if self._refusal is not None:
             untouched = () if self._broke else tuple(name for name in self._names if name not in self._touched)
-            return PlacementPlan(refusal=self._refusal, broke=self._broke, broke_at=self._broke_at, unused=untouched)
+            return PlacementPlan(
+                refusal=self._refusal,
+                broke=self._broke,
+                broke_at=self._broke_at,
+                unused=untouched,
+                made_of_nothing=frozenset(self._made_of_nothing),
+            )
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:
             writes[dest.name].append(write)
@@ -112,6 +123,7 @@ class LoadFindings:
             refused=dict(self._refused),
             refused_sources={name: tuple(sorted(self._refused_sources[name])) for name in self._refused},
             unused=tuple(name for name in self._names if name not in used),
+            made_of_nothing=frozenset(self._made_of_nothing),
             uncovered=uncovered,
             doubled=tuple(doubled),
             dtype_conflicts=dict(self._casts),

@@ -75,7 +75,7 @@ class _Negotiation:
             coverage = self._cover_by_loader(self._tensors)
             ignored = self._ignored(coverage)
             loaded = coverage.written if plan.refusal is not None else loaded
-            uncovered = _left_by_loader(coverage, ties)
+            uncovered = coverage.left(ties)
         layout = LiveLayout(self._model, plan, ties, loaded, self._free_for_trials())
         unfilled: tuple[str, ...] = ()
         if not self._partial:
@@ -144,7 +144,16 @@ class _Negotiation:
         return self._model.load_weights(self._model.skeleton, tensors)
 
     def _check_plan(self, plan: PlacementPlan) -> None:
-        """Raises `ManifestMismatch` for names, shapes and dtypes that the loader can't take."""
+        """Raises `ManifestMismatch` for names, shapes and dtypes that the loader can't take, and for tensors that it lacks."""
+        if plan.made_of_nothing and (made := sorted(plan.made_of_nothing - self._own_load.made_of_nothing)):
+            sent = {name for name, _, _ in self._tensors}
+            others = [name for name in self._checkpoint if name not in sent]
+            has = f"; the engine's checkpoint also has {first_few(others, 3)}" if others else ""
+            raise ManifestMismatch(
+                f"the engine's loader makes these of tensors that the trainer doesn't send: {first_few(made)}{has}",
+                hint="put all of the tensors that the loader makes them of into this group",
+                phase="open",
+            )
         if plan.refusal is not None:
             if self._partial:
                 raise ManifestMismatch(
@@ -380,13 +389,6 @@ class _Negotiation:
                 hint="put all tensors of such a module into one group",
                 phase="open",
             )
-
-
-def _left_by_loader(coverage: LoaderCoverage, ties: Mapping[str, str]) -> dict[str, int]:
-    """The number of elements that a real load leaves unwritten, by parameter; of tied parameters it must fill one."""
-    filled = {ties.get(name, name) for name in coverage.written}
-    tied = {*ties, *ties.values()}
-    return {n: count for n, count in coverage.unwritten.items() if n not in tied or ties.get(n, n) not in filled}
 
 
 def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:

@@ -57,10 +57,15 @@ def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[Te
 _ATEN = torch.ops.aten
 
 _CLONES = {_ATEN.clone.default, _ATEN._to_copy.default}
-
+_EMPTY = {
+    *(_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default),
+    *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
+}
 
 _OWN = "the engine's own "
 """Among the origins of a tensor, stands before the name of a storage of the model."""
+_NOTHING = _OWN + "memory, into which it loaded nothing"
+"""Among the origins of a tensor: memory that the loader took, and read before anything was written there."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -81,6 +86,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
         self._derived: dict[int, Derived] = {}
         self._fresh: set[int] = set()
+        self._unfilled: set[int] = set()
         self._constants: dict[int, Any] = {}
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
@@ -116,12 +122,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return args[0]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {storage_id(tensor) for tensor in inputs}
+        written = written_tensors(func, args, kwargs)
+        self._unfilled -= {storage_id(target) for target in written}
         origins = frozenset().union(*map(self._origins, inputs)) if inputs else frozenset()
         if func is _ATEN._local_scalar_dense.default and self._is_number(args[0]):
             return self._number(args[0])
         if origins and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             self.findings.refuse_all(_read(func, origins))
-        for target in written_tensors(func, args, kwargs):
+        for target in written:
             self._write(func, target, args, origins)
             if storage_id(target) in self._dests and not target.is_meta:
                 return target  # real memory in a skeleton may be the live model's: never written here
@@ -142,6 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Notes a copy. Returns whether it is tracked, so that it must not be made."""
         origins = self._origins(source)
         into = storage_id(target)
+        self._unfilled.discard(into)
         if into not in self._dests and into not in self._sources and not origins:
             return False
         source = source.expand(target.shape)  # raises what the copy would raise
@@ -165,9 +174,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
         if read := origins - _sent(origins):
-            if read != {_OWN + dest.name} or not self.findings.has_written(dest):
+            if _NOTHING in read:
+                self.findings.made_of_nothing(dest.name)
+            if (held := read - {_NOTHING}) and (held != {_OWN + dest.name} or not self.findings.has_written(dest)):
                 self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
-            self.findings.refuse(dest.name, "computed from what it held before", _sent(origins))
+            how = _NOTHING if _NOTHING in read else "what it held before"
+            self.findings.refuse(dest.name, f"computed from {how}", _sent(origins))
             return
         if storage_id(source) in self._constants:
             self._fill(dest, target, self._constants[storage_id(source)])
@@ -227,6 +239,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             elif func is _ATEN.fill_.Tensor and storage_id(args[1]) in self._constants:
                 self._fill(dest, target, self._constants[storage_id(args[1])])
             else:
+                if _NOTHING in origins:
+                    self.findings.made_of_nothing(dest.name)
                 self.findings.refuse(dest.name, f"written by {func}", _sent(origins))
         elif origins:
             if into in self._fresh or into in self._derived:
@@ -242,6 +256,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         if storage_id(output) in self._derived or storage_id(output) in self._constants:
             return
         self._fresh.add(storage_id(output))
+        if func in _EMPTY:
+            self._unfilled.add(storage_id(output))
+            self._kept.append(output.untyped_storage())
+            return
         if func is _ATEN.scalar_tensor.default:
             self._constants[storage_id(output)] = args[0]
             self._kept.append(output.untyped_storage())
@@ -298,6 +316,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return frozenset((self._sources[key],))
         if key in self._dests:
             return frozenset((_OWN + self._dests[key].name,))
+        if key in self._unfilled:
+            return frozenset((_NOTHING,))
         return self._derived[key].origins if key in self._derived else frozenset()
 
     def _region_shown(self, tensor: Tensor) -> Region | None:

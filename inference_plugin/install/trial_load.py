@@ -129,6 +129,12 @@ class LoaderCoverage:
     written: frozenset[str]
     sums: Mapping[str, int]
 
+    def left(self, ties: Mapping[str, str]) -> dict[str, int]:
+        """The number of elements that the load left unwritten, by parameter; of tied parameters it must fill one."""
+        filled = {ties.get(name, name) for name in self.written}
+        tied = {*ties, *ties.values()}
+        return {n: count for n, count in self.unwritten.items() if n not in tied or ties.get(n, n) not in filled}
+
 
 def loader_coverage(
     skeleton: nn.Module,

@@ -121,6 +121,33 @@ def test_a_part_of_a_fused_parameter_that_is_missing_is_refused_where_the_loader
         installer.open(manifest_of(tensors, TIED), "standby", partial=False)
 
 
+class MakesItsNorm(OfACheckpoint):
+    """Computes one weight from a head, which it loads into memory of its own, as vLLM makes a classifier of two tokens."""
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {**super().checkpoint(), "answers.weight": ((48, 16), torch.float32)}
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        head, held = torch.empty(48, 16), dict(tensors)
+        if (sent := held.pop("answers.weight", None)) is not None:
+            head.copy_(sent)
+        held.pop("norm.weight", None)
+        super().load_weights(model, held.items())
+        model.get_parameter("norm.weight").data.copy_(head[3] - head[[4]][0])
+        return None
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_weight_that_the_loader_makes_of_tensors_that_are_not_sent_refuses_the_group(partial: bool) -> None:
+    tensors = {name: tensor for name, tensor in checkpoint(1, 20).items() if name != "norm.weight"}
+    head = {"answers.weight": torch.ones(48, 16)}
+    ModelInstaller(MakesItsNorm(20, 0, 1)).open(manifest_of(tensors | head, TIED), "standby", partial=partial)
+    with pytest.raises(
+        ManifestMismatch, match=r"doesn't send: norm\.weight \(1 in all\); .* also has .*answers\.weight"
+    ):
+        ModelInstaller(MakesItsNorm(20, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=partial)
+
+
 def opened(model: PlainEngineModel, tensors: dict[str, torch.Tensor]) -> tuple[Manifest, GroupOpened]:
     manifest = manifest_of(tensors, TIED)
     terms = ModelInstaller(model).open(manifest, "standby", partial=False)

@@ -159,6 +159,11 @@ def _configured(**entries: Any) -> dict[str, Any]:
     return {"json_model_override_args": json.dumps(entries)}
 
 
+def _classifier_of(stem: str, method: str, tokens: list[str]) -> dict[str, Any]:
+    """What makes vLLM take a language model for a classifier."""
+    return {"architectures": [f"{stem}ForSequenceClassification"], "method": method, "classifier_from_token": tokens}
+
+
 TWO_HEADS: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2}
 """Heads of 32 where the configuration has no `head_dim`."""
 UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
@@ -837,6 +842,21 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("qwen3-classifier", "Qwen3", model="Qwen3ForSequenceClassification", answer="classify", **CLASSES),
         _family("llama-classifier", "Llama", model="LlamaForSequenceClassification", answer="classify", **CLASSES),
+        # rerankers: vLLM makes the head of a classifier of some rows of the language model's, while it loads
+        *(
+            _family(
+                f"{stem.lower()}-reranker",
+                stem,
+                answer="classify",
+                tie_word_embeddings=tied,
+                vllm={"runner": "pooling", "hf_overrides": _classifier_of(stem, method, tokens)},
+                engines=("vllm",),
+            )
+            for stem, method, tokens, tied in (
+                ("Qwen3", "from_2_way_softmax", ["a", "b"], True),
+                ("Llama", "no_post_processing", ["a", "b", "c"], False),
+            )
+        ),
         # quantised
         _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),
         _existing(
