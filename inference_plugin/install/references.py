@@ -100,6 +100,7 @@ class LiveReferences:
 
     def _apart(self) -> Iterator[str]:
         known = {id(module) for module in self._post.live_modules.values()}
+        registered = {id(held) for module in self._post.live_modules.values() for held in module._parameters.values()}
         for name, module in self._post.live_modules.items():
             if name and is_helper(module, self._model.boundary):
                 continue
@@ -108,7 +109,7 @@ class LiveReferences:
                     continue
                 known.add(id(other))
                 for parameter, held in other.named_parameters():
-                    if held.numel() and self._post.storages.key_in_live(held) is None:
+                    if held.numel() and id(held) not in registered and self._post.storages.key_in_live(held) is None:
                         yield words(name, (*path, *parameter.split(".")))
 
     def _moved(self, trials: Mapping[str, Trial]) -> Iterator[Any]:

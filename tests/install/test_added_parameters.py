@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,18 @@ def test_parameters_derived_from_another_module_follow_every_update_and_the_way_
     assert engine.state() == cold(1, packs, dtype)
     update(installer, manifest, weights(3))
     assert engine.state() == cold(3, packs, dtype)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_head_that_computes_with_a_module_of_the_model_keeps_nothing_outside_it(policy: str) -> None:
+    """As a pooler of vLLM's in a dict, whose head is the model's classifier; post-processing added a scale to that."""
+    engine = Engine(dtype=torch.bfloat16)
+    live: Any = engine.live
+    live.poolers = {"classify": nn.Sequential(live.attention)}
+    installer, manifest = ModelInstaller(engine), manifest_of(weights(0))
+    installer.open(manifest, policy, partial=False)
+    update(installer, manifest, weights(1))
+    assert engine.state() == cold(1, dtype=torch.bfloat16)
 
 
 def test_a_part_of_the_model_without_the_projection_leaves_what_is_derived_from_it() -> None:

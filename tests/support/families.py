@@ -866,6 +866,16 @@ FAMILIES: dict[str, Family] = {
             {"kv_cache_dtype": "fp8"},
             {"kv_cache_dtype": "fp8_e4m3"},
         ),
+        _family(
+            "llama-classifier-fp8-by-the-engine",
+            "Llama",
+            model="LlamaForSequenceClassification",
+            answer="classify",
+            dtype="bfloat16",
+            vllm={"quantization": "fp8_per_channel"},
+            engines=("vllm",),
+            **CLASSES,
+        ),
         *(
             _family(
                 f"{stem.lower()}-fp8-by-the-engine",
