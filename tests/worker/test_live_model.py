@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from inference_plugin.engines import live_model as live
@@ -88,6 +90,27 @@ def test_vllm_on_a_cpu_that_tunes_what_it_compiles_is_refused() -> None:
     assert "max_autotune" in why("cpu", CompilationMode.DYNAMO_TRACE_ONCE, max_autotune=True)
     assert why("cpu", CompilationMode.DYNAMO_TRACE_ONCE) == why("cpu", CompilationMode.NONE, max_autotune=True) == ""
     assert why("cuda", CompilationMode.VLLM_COMPILE, max_autotune=True) == ""
+
+
+def test_what_vllm_reads_from_files_beside_the_checkpoint_counts_as_filled_by_it(tmp_path: Path) -> None:
+    """Else a whole model without it would be committed, as if nothing had filled it (BGE-M3's heads)."""
+    from inference_plugin.engines.vllm.model import VllmModel
+
+    save_file({"body.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    settings = SimpleNamespace(
+        dtype=torch.float32, enforce_eager=True, enable_sleep_mode=False, model=str(tmp_path), revision=None
+    )
+    config = SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto"))
+    skeleton: Any = nn.ModuleDict({name: nn.Linear(2, 2, bias=False, device="meta") for name in ("body", "head")})
+
+    def held(*prefixes: str) -> list[str]:
+        skeleton.secondary_weights = [SimpleNamespace(prefix=prefix) for prefix in prefixes]
+        model = VllmModel(skeleton, torch.device("cpu"), config, settings, Skeleton(skeleton, {}))
+        return sorted(model.checkpoint())
+
+    assert held() == ["body.weight"]
+    assert held("head.") == ["body.weight", "head.weight"]
+    assert held("") == []  # of these the names are unknown
 
 
 class Router(nn.Module):

@@ -75,7 +75,17 @@ class VllmModel(LiveModel):
         self.fixed_addresses = self.captures_graphs or bool(config.model_config.enable_sleep_mode)
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return checkpoint_headers(self.model_config.model, self.model_config.revision)
+        """With what vLLM reads from other files (BGE-M3's heads, Ultravox's towers), under the names of the parameters: such a
+        file may be no safetensors. Empty where nothing tells the names."""
+        prefixes = tuple(source.prefix for source in getattr(self.skeleton, "secondary_weights", ()))
+        if "" in prefixes:
+            return {}
+        beside = {
+            name: (tuple(parameter.shape), parameter.dtype)
+            for name, parameter in self.skeleton.named_parameters()
+            if name.startswith(prefixes)
+        }
+        return {**checkpoint_headers(self.model_config.model, self.model_config.revision), **beside}
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """vLLM post-processes by quantisation methods first, and attention layers after all of them."""
