@@ -10,6 +10,7 @@ import pytest
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Faulty, engine_with_faults
 from tests.engines.test_vllm_tokens import PROMPTS
+from tests.support.checkpoints import load
 from tests.support.engines import Driver
 from trainer_adapters import SyncManager
 
@@ -39,6 +40,24 @@ def test_an_update_that_waits_for_requests_is_committed_when_the_last_one_ends(e
     (done,) = engine.engine.wait([sent])
     assert len(done["tokens"]) == 200
     engine.assert_serves()
+
+
+def test_a_batch_that_vllm_planned_ahead_and_nobody_steps_any_more_delays_no_update_that_waits_for_requests(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    """Asynchronous scheduling, vLLM's default on a GPU: when the last request ends, a batch is left."""
+    old, new = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    with Driver(runtime, in_process=True, WEIGHTWIRE_TEST_ASYNC="1") as engine:
+        engine.open(old, async_scheduling=True)
+        before = engine.tokens(PROMPTS[:1])
+        with SyncManager(in_flight="drain", timeout_s=20) as manager:
+            manager.update(load(new), 1)  # nothing runs
+            assert engine.tokens(PROMPTS[:1]) != before
+            names = engine.submit(PROMPTS[:1], 200)
+            engine.wait_for_tokens(names, 2)
+            manager.update(load(old), 2)
+            assert len(engine.wait(names)[0]["tokens"]) == 200
+            assert engine.tokens(PROMPTS[:1]) == before
 
 
 def test_ctrl_c_while_weights_are_installed_ends_no_installation(engine: Faulty) -> None:

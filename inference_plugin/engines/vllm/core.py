@@ -193,10 +193,11 @@ class CoreControl(EngineControl):
             return outputs
 
     def end_drain(self) -> None:
-        """In-process, under the lock: a drain is over once no request runs. Nobody may step again before the next one."""
-        if (drained := self._drained) is not None and not self._has_running():
+        """In-process, under the lock: a drain is over once no request runs. Nobody may step again before the next one, so a batch
+        that vLLM planned ahead (asynchronous scheduling) may be left."""
+        if (drained := self._drained) is not None and not self.core.scheduler.has_unfinished_requests():
             with contextlib.suppress(RuntimeError):  # no thread can be started now: the next step tries again
-                self.submit(lambda: _settle(drained, self._reset_caches))
+                self.submit(lambda: _settle(drained, lambda: self._stop("drain")))
                 self._drained = None
 
     def _let_commands_run(self) -> None:
@@ -210,10 +211,10 @@ class CoreControl(EngineControl):
             self._stop(in_flight)
             return None
         self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-        if self._has_running():
+        if self.core.scheduler.has_unfinished_requests():
             self._drained = Future()  # `end_drain` completes it
             return self._drained
-        self._reset_caches()
+        self._stop(in_flight)
         return None
 
     def _stop(self, in_flight: InFlight) -> None:
