@@ -155,15 +155,16 @@ def test_a_second_load_finds_the_parameters_that_are_there_now(loads: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("drafts", "backup", "sleeps"), [(True, False, False), (True, True, True), (False, False, True)]
+    ("drafts", "backup", "of_draft", "sleeps"),
+    [(True, False, False, False), (True, False, True, True), (True, True, False, True), (False, False, False, True)],
 )
 def test_sglang_sleeps_on_level_2_unless_the_weights_of_a_draft_would_be_gone(
-    drafts: bool, backup: bool, sleeps: bool
+    drafts: bool, backup: bool, of_draft: bool, sleeps: bool
 ) -> None:
     from inference_plugin.engines.sglang.served import ServedModel
 
     saver = SimpleNamespace(memory_saver_adapter=SimpleNamespace(enabled=True))
-    flags = SimpleNamespace(enable_weights_cpu_backup=backup)
+    flags = SimpleNamespace(enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=of_draft)
     model: Any = SimpleNamespace(_updater=saver, _arguments=flags, _draft=object() if drafts else None)
     assert (ServedModel.why_no_sleep(model, 2) is None) == sleeps
     assert (ServedModel.why_no_sleep(model, 1) is None) == backup

@@ -58,10 +58,10 @@ class ServedModel(SglangModel):
             return None
         if level == 1:
             return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
-        if self._draft is not None:
+        if self._draft is not None and not self._arguments.enable_draft_weights_cpu_backup:
             return (
-                "without --enable-weights-cpu-backup, level 2 discards the weights of the draft model too, which an update of "
-                "the served model does not bring back"
+                "without --enable-draft-weights-cpu-backup, level 2 discards the weights of the draft model too, which an update "
+                "of the served model does not bring back"
             )
         return None
 
