@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from inference_plugin.wire.errors import ManifestMismatch
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_draft import LAYER, eagle_head, with_next_token_layer
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
-from tests.support.families import FAMILIES
+from tests.support.checkpoints import make_llama
+from tests.support.families import FAMILIES, make_versions
 from tests.support.greedy import greedy_batch
 from tests.support.managers import SyncManager
 from tests.support.reachable import differences
@@ -152,6 +155,55 @@ def test_an_eagle_head_is_updated_without_what_it_shares_with_the_served_model_w
                 assert set(served.versions().values()) == {version}
                 driver.rpc("begin_weight_update", "draft")  # SGLang's own, which may write the shared embedding
                 assert set(served.versions().values()) == {None}
+
+
+def eagle3_head(directory: Path, seed: int, served: Path) -> Path:
+    """A tiny head of EAGLE3 for the served model's two layers, of its size and vocabulary."""
+    full = make_llama(directory, seed=seed, dtype=torch.float32, num_hidden_layers=1)
+    tensors = {
+        name.replace("model.layers.0", "midlayer"): t for name, t in weights(full).items() if ".layers.0." in name
+    }
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        tensors[name] = torch.cat([tensors[name], tensors[name] / 2], 1)  # of the embedding and the hidden state
+    hidden = tensors["midlayer.input_layernorm.weight"].shape[0]
+    tensors["midlayer.hidden_norm.weight"], tensors["norm.weight"] = torch.ones(2, hidden).unbind()
+    tensors["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(seed)) * 0.2
+    save_file({name: t.clone() for name, t in tensors.items()}, full / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((full / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": json.loads((served / "config.json").read_text())["vocab_size"],
+        "draft_vocab_size": None,
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+    }
+    (full / "config.json").write_text(json.dumps(config))
+    return full
+
+
+def test_a_draft_that_holds_a_slice_of_the_served_model_s_embedding_follows_the_served_model(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """Each rank has Gemma's embedding whole, and its draft some of the rows."""
+    models = make_versions(FAMILIES["gemma3"], tmp_path)
+    heads = [eagle3_head(tmp_path / f"head-{seed}", seed, models[0]) for seed in (1, 2)]
+    (tmp_path / "state").mkdir()
+    served, draft = managers()
+    with started(runtime, tp=2) as driver, served, draft:
+        driver.open(models[0], speculative_algorithm="EAGLE3", speculative_draft_model_path=str(heads[0]), **CHAIN)
+        says = driver.tokens(PROMPTS, COUNT)
+        before = driver.call("draft", directory=str(tmp_path / "state"))
+        for version, target in enumerate((1, 0), 1):
+            served.update(ModuleAdapter(weights(models[target])), version)
+            assert (driver.tokens(PROMPTS, COUNT) == says) == (target == 0)
+            now = driver.call("draft", directory=str(tmp_path / "state"))
+            changed = ["lm_head.weight", "model.embed_tokens.weight"] if target else []
+            assert [sorted(differences(*one)) for one in zip(now, before, strict=True)] == [changed, changed]
+        for version, head in enumerate((heads[1], heads[0]), 1):
+            assert draft.update(ModuleAdapter(weights(head)), version).replicas[0].mechanism == "plan"
+            assert draft.verify(ModuleAdapter(weights(head))).ok
+            now = driver.call("draft", directory=str(tmp_path / "state"))
+            assert all((differences(*one) == []) == (head == heads[0]) for one in zip(now, before, strict=True))
+        assert driver.tokens(PROMPTS, COUNT) == says
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from inference_plugin.engines.drafts import NoDraft, updatable
 from inference_plugin.engines.sglang import api
-from inference_plugin.engines.sglang.draft import borrowed, draft_of, drafting_models
+from inference_plugin.engines.sglang.draft import borrowed, draft_of, drafting_models, holds_views
 from inference_plugin.net.records import GroupRecord, ReplicaRecord
 from inference_plugin.wire.errors import EngineUnsupported
 
@@ -29,7 +30,18 @@ def test_a_module_whose_parameter_the_served_model_holds_is_not_the_drafts() -> 
     served = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
     draft = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layer": nn.Linear(2, 2), "head": nn.Linear(2, 4, bias=False)})
     draft["embed"].weight = served["embed"].weight  # type: ignore[assignment]
-    assert borrowed(draft, served) == {"embed"}
+    assert borrowed(draft, served) == {"embed"} and not holds_views(draft, served)
+
+
+def test_a_slice_of_the_served_model_s_embedding_is_not_the_drafts_and_is_known_to_stay_behind() -> None:
+    """SGLang gives each rank's draft its rows of Gemma's embedding, which the ranks have whole."""
+    served = nn.ModuleDict({"embed": nn.Embedding(4, 2)}).requires_grad_(False)
+    draft = nn.ModuleDict({"embed": nn.Embedding(2, 2), "layer": nn.Linear(2, 2)})
+    del draft["embed"].weight
+    draft["embed"].weight = served["embed"].weight[2:]  # type: ignore[index]
+    assert borrowed(draft, served) == {"embed"} and holds_views(draft, served)
+    served["embed"].weight.data = torch.zeros(4, 2)  # type: ignore[union-attr]
+    assert draft["embed"].weight.any()  # type: ignore[operator, union-attr]
 
 
 def test_a_draft_of_an_unknown_kind_keeps_its_weights_and_the_group_is_refused_with_the_reason() -> None:

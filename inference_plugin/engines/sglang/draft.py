@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from inference_plugin.engines.drafts import NoDraft, skeleton_without, without_modules
@@ -14,7 +15,7 @@ from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
 
-__all__ = ["DraftModel", "borrowed", "draft_of", "drafting_models"]
+__all__ = ["DraftModel", "borrowed", "draft_of", "drafting_models", "holds_views"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -66,13 +67,33 @@ def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
 
 
 def borrowed(draft: nn.Module, served: nn.Module) -> set[str]:
-    """The modules of a draft that hold a parameter of the served model, by name in the draft."""
-    theirs = {id(parameter) for parameter in served.parameters()}
+    """The modules of a draft that hold memory of the served model's parameters, by name in the draft."""
+    theirs = {_memory(parameter) for parameter in served.parameters()}
     return {
         name
         for name, module in draft.named_modules(remove_duplicate=False)
-        if any(id(parameter) in theirs for parameter in module._parameters.values())
+        if any(_memory(tensor) in theirs for tensor in _held(module))
     }
+
+
+def holds_views(draft: nn.Module, served: nn.Module) -> bool:
+    """Whether the draft holds memory of the served model in tensors of its own, which stay behind where that gets other memory.
+    SGLang slices Gemma's embedding, which each rank has whole, for a draft that divides its own."""
+    own = {id(parameter) for parameter in served.parameters()}
+    theirs = {_memory(parameter) for parameter in served.parameters()}
+    return any(
+        id(tensor) not in own and _memory(tensor) in theirs for module in draft.modules() for tensor in _held(module)
+    )
+
+
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a module itself; a plain attribute may stand where a parameter was."""
+    held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _why_not(worker: Any) -> str | None:

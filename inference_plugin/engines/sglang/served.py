@@ -9,7 +9,7 @@ from torch import nn
 
 from inference_plugin.engines.drafts import NoDraft, updatable
 from inference_plugin.engines.live_model import without_wrappers
-from inference_plugin.engines.sglang.draft import DraftModel, borrowed, draft_of, drafting_models
+from inference_plugin.engines.sglang.draft import DraftModel, borrowed, draft_of, drafting_models, holds_views
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
 from inference_plugin.install.contract import EngineModel
@@ -32,6 +32,7 @@ class ServedModel(SglangModel):
         super().__init__(scheduler, runner, live, skeleton_of(runner))
         self._updater = scheduler.weight_updater
         self.drafts = drafting_models(scheduler)
+        self.fixed_addresses |= any(holds_views(draft, self.live) for draft in self.drafts)
         self._draft = draft_of(scheduler)
         if self._draft is not None:
             self.leaves_out = self._draft.told
