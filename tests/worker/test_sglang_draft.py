@@ -54,3 +54,16 @@ def test_a_draft_of_an_unknown_kind_keeps_its_weights_and_the_group_is_refused_w
     assert drafting_models(SimpleNamespace(draft_worker=None)) == []
     with pytest.raises(EngineUnsupported, match="nobody knows"):
         updatable(NoDraft("nobody knows"), 1)
+
+
+class OfAPlugIn:
+    """Who drafts may be of a plug-in of SGLang's."""
+
+    @property
+    def draft_worker(self) -> None:
+        raise RuntimeError("not so")
+
+
+def test_where_sglang_s_draft_cannot_even_be_looked_at_the_group_is_refused_and_no_more() -> None:
+    assert isinstance(found := draft_of(SimpleNamespace(draft_worker=OfAPlugIn())), NoDraft)
+    assert "not so" in found.why

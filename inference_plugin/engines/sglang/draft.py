@@ -47,10 +47,10 @@ def drafting_models(scheduler: Any) -> list[nn.Module]:
 
 def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
     """The scheduler's draft model; None where it drafts without weights, or not at all."""
-    worker = scheduler.draft_worker
-    if worker is None or getattr(worker, "draft_worker", worker) is None:
-        return None
     try:
+        worker = scheduler.draft_worker
+        if worker is None or getattr(worker, "draft_worker", worker) is None:
+            return None
         if (why := _why_not(worker)) is not None:
             return NoDraft(why)
         runner = worker.draft_worker.draft_runner

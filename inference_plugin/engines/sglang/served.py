@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from inference_plugin.engines.drafts import NoDraft, updatable
 from inference_plugin.engines.live_model import without_wrappers
+from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.engines.sglang.draft import DraftModel, borrowed, draft_of, drafting_models, holds_views
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
@@ -16,6 +18,8 @@ from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["ServedModel"]
+
+logger = logging.getLogger("sglang.weightwire")
 
 
 class ServedModel(SglangModel):
@@ -31,8 +35,10 @@ class ServedModel(SglangModel):
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         super().__init__(scheduler, runner, live, skeleton_of(runner))
         self._updater = scheduler.weight_updater
-        self.drafts = drafting_models(scheduler)
-        self.fixed_addresses |= any(holds_views(draft, self.live) for draft in self.drafts)
+        self.drafts: list[nn.Module] = []
+        with contained("looking at the models that draft", logger):  # a plug-in of SGLang's may draft by anything
+            self.drafts = drafting_models(scheduler)
+            self.fixed_addresses |= any(holds_views(draft, self.live) for draft in self.drafts)
         self._draft = draft_of(scheduler)
         if self._draft is not None:
             self.leaves_out = self._draft.told
