@@ -57,7 +57,7 @@ class PlainRank(SchedulerRank):
     def resume(self) -> None:
         self.asked.append("resume here")
 
-    def installed(self, stamp: str) -> None:
+    def installed(self, group: str, stamp: str) -> None:
         self.asked.append(f"installed {stamp}")
 
     def refuse(self, reason: str | None) -> None:
