@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from server import DTYPE, Completion, Server
+from server import DTYPE, Completion, Server, served_dtype
 from task import CAPITALS, MAX_TOKENS, is_right, prompt_ids, reward
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from weightwire import FSDPAdapter, SyncManager
 
-SENT_AS: torch.dtype = getattr(torch, DTYPE)
 MICRO_BATCH = 32
 LEARNING_RATE = 5e-5
 """Large for RL, so that a few steps show: two short trials at 1e-5 stayed flat, three at 5e-5 rose. The likely reason is
@@ -77,7 +76,7 @@ def train(args: argparse.Namespace) -> None:
     server = Server(args.engine, args.server)
 
     # fp32 shards, sent in the dtype of the engine: a change of dtype is said aloud, never guessed.
-    source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
+    source = FSDPAdapter(model, dtype_rules={"*": served_dtype(args.engine)})
     with SyncManager(in_flight="keep", check_finite=True, timeout_s=120) as manager:
         for step in range(1, args.steps + 1):
             tell("doing", what=f"step {step}: the engine draws {len(CAPITALS) * args.samples} answers")
@@ -108,14 +107,14 @@ def train(args: argparse.Namespace) -> None:
         verified = manager.verify(source)
         tell("verified", ok=verified.ok, boxes=sum(replica.boxes for replica in verified.replicas))
         tell("doing", what="saving the checkpoint")
-        save(model, args.model, args.save)
+        save(model, args.model, args.save, getattr(torch, served_dtype(args.engine)))
         tell("saved")
 
 
 def load_sharded(directory: Path) -> LlamaForCausalLM:
-    """The model with fp32 shards, computing in the dtype of the engine; one FSDP group per decoder layer."""
+    """The model with fp32 shards, computing in `DTYPE`; one FSDP group per decoder layer."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    precision = MixedPrecisionPolicy(param_dtype=SENT_AS, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, DTYPE), reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
@@ -198,13 +197,13 @@ def summary(answers: Answers) -> dict[str, float]:
     return {"reward": mean_reward, "right": mean_right, "tokens": mean_length}
 
 
-def save(model: Any, original: Path, directory: Path) -> None:
-    """Gather the parameters and write, from rank 0, a checkpoint in the dtype of the engine that any engine can start from."""
+def save(model: Any, original: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Gather the parameters and write, from rank 0, a checkpoint in `dtype`, the engine's, that any engine can start from."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
-        plain = LlamaForCausalLM(AutoConfig.from_pretrained(original)).to(SENT_AS)
-        plain.load_state_dict({name: tensor.to(SENT_AS) for name, tensor in gathered.items()})
+        plain = LlamaForCausalLM(AutoConfig.from_pretrained(original)).to(dtype)
+        plain.load_state_dict({name: tensor.to(dtype) for name, tensor in gathered.items()})
         plain.save_pretrained(directory)
         AutoTokenizer.from_pretrained(original).save_pretrained(directory)
     dist.barrier()
