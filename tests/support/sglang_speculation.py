@@ -144,15 +144,8 @@ def build_tree_kernel_efficient(
             group = number // topk
             above.append(0 if group == 0 else chosen.index(int(parents[sequence, group])) + 1)
         for node in range(count):
-            at, seen = node, 0
-            while at != -1:
-                masks[sequence, node, at] = True
-                at, seen = above[at], seen + 1
-            positions[sequence * count + node] = length + seen - 1
-            index[sequence, node] = sequence * count + node
-        for node in range(count - 1, 0, -1):
-            next_sibling[sequence, node] = next_token[sequence, above[node]]
-            next_token[sequence, above[node]] = node
+            masks[sequence, node, _path(above, node)] = True
+        _enter(sequence, above, length, positions, index, next_token, next_sibling)
 
 
 def reconstruct_indices_from_tree_mask(
@@ -173,13 +166,32 @@ def reconstruct_indices_from_tree_mask(
         above = [
             max((other for other in range(node) if masks[sequence, node, other]), default=-1) for node in range(count)
         ]
-        for node in range(count):
-            positions[sequence * count + node] = length + int(masks[sequence, node, :node].sum())
-            index[sequence, node] = sequence * count + node
-        for node in range(count - 1, 0, -1):
-            if above[node] >= 0:
-                next_sibling[sequence, node] = next_token[sequence, above[node]]
-                next_token[sequence, above[node]] = node
+        _enter(sequence, above, length, positions, index, next_token, next_sibling)
+
+
+def _path(above: list[int], node: int) -> list[int]:
+    """A node, and those above it up to one that has none above (-1)."""
+    return [] if node == -1 else [node, *_path(above, above[node])]
+
+
+def _enter(
+    sequence: int,
+    above: list[int],
+    length: int,
+    positions: torch.Tensor,
+    index: torch.Tensor,
+    next_token: torch.Tensor,
+    next_sibling: torch.Tensor,
+) -> None:
+    """One sequence's tree, by the node above each one, into SGLang's tables."""
+    count = len(above)
+    for node in range(count):
+        positions[sequence * count + node] = length + len(_path(above, node)) - 1
+        index[sequence, node] = sequence * count + node
+    for node in range(count - 1, 0, -1):
+        if above[node] >= 0:
+            next_sibling[sequence, node] = next_token[sequence, above[node]]
+            next_token[sequence, above[node]] = node
 
 
 def verify_tree_greedy(
