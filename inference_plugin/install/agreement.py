@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +14,9 @@ from inference_plugin.install.parts import Part
 from inference_plugin.install.plan import Placement, PlacementPlan
 from inference_plugin.install.storages import equal_bytes
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box, bounding_box, hull
+from inference_plugin.wire.geometry import Box, Region, bounding_box, hull
 from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import box_view, torch_dtype
 
 __all__ = ["Agreement"]
 
@@ -105,3 +106,32 @@ class Agreement:
         found, exact = bounding_box(placement.source, placement.shape)
         index = self.manifest.index[self.manifest.sent_name(placement.source.tensor)]
         return Box(index, found.offsets, found.sizes) if exact else None
+
+    def in_segment(self, placements: Iterable[Placement]) -> list[Placement]:
+        """The placements as they read a segment of this manifest. The sources are regions of the whole segment, as elements of
+        the dtype whose name they have; see `segment_views`. Raises ValueError if one doesn't lie in its tensor."""
+        layout, found = self.manifest.layout, []
+        for placement in placements:
+            name, region = placement.source.tensor, placement.source
+            index = self.manifest.index[self.aliases.get(name, name)]
+            spec, item_bytes = self.manifest.tensors[index], placement.dtype.itemsize
+            if torch_dtype(spec.dtype) != placement.dtype or region.offset < 0 or region.end * item_bytes > spec.nbytes:
+                raise ValueError(f"source {name} is {spec.dtype} {list(spec.shape)}; the plan has {placement}")
+            offset = layout.offsets[index] // item_bytes + region.offset
+            source = Region(str(placement.dtype), offset, region.sizes, region.strides)
+            found.append(Placement(source, placement.dest, placement.dtype, placement.shape))
+        return found
+
+    def tensors_in(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in a segment of this manifest, under every name that the loader takes."""
+        manifest = self.manifest
+        sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
+        return sources | {alias: sources[name] for alias, name in self.aliases.items()}
+
+    def segment_views(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A segment as elements of each dtype in the manifest, by the dtype's name in torch: the sources of `in_segment`."""
+        dtypes = {torch_dtype(spec.dtype) for spec in self.manifest.tensors}
+        return {
+            str(dtype): segment.narrow(0, 0, segment.numel() // dtype.itemsize * dtype.itemsize).view(dtype)
+            for dtype in dtypes
+        }

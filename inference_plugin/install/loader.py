@@ -41,6 +41,9 @@ class _FilledByLoader(StandbyInstaller):
 class PartLoaderInstaller(_FilledByLoader):
     """A standby that the plan fills, except for some parts that the engine's own loader fills one after the other."""
 
+    def _sources(self, segment: torch.Tensor) -> Tensors:
+        return {**super()._sources(segment), **self._agreement.tensors_in(segment)}
+
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
         storages, sources = self._second_storages(), self._sources(segment)
         for part in self._agreement.parts:
@@ -98,7 +101,7 @@ class LoaderInstaller(_FilledByLoader):
     def _load_all(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """The skeleton's storages after a real load, by key."""
         ignored = self._agreement.ignored  # their bytes were never sent
-        sources = {name: view for name, view in self._sources(segment).items() if name not in ignored}
+        sources = {name: view for name, view in self._agreement.tensors_in(segment).items() if name not in ignored}
         self._check_fits(self._layout.nbytes + handed_out_bytes(view.nbytes for view in sources.values()))
         storages = self._load(set(storage_views(self._model.skeleton)), sources)
         for second, first in self._agreement.ties.items():

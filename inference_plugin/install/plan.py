@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from inference_plugin.wire.geometry import Box, Region, bounding_box, hull
 
-__all__ = ["Fill", "LoadWeights", "Placement", "PlacementPlan", "TensorInfo"]
+__all__ = ["Fill", "LoadWeights", "Placement", "PlacementPlan", "TensorInfo", "in_place"]
 
 TensorInfo = tuple[str, tuple[int, ...], torch.dtype]
 """Checkpoint name, shape and dtype of a tensor that the trainer sends."""
@@ -22,8 +23,7 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 """The engine's own loader, bound to the model that it loads."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """One plain copy, element by element. Both regions have the same sizes, both sides this dtype."""
 
     source: Region
@@ -37,8 +37,7 @@ class Placement:
         return self.dest.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Fill:
+class Fill(msgspec.Struct, frozen=True, gc=False):
     """A constant that the loader writes whatever the checkpoint holds: zeros in a padded vocabulary, say."""
 
     dest: Region
@@ -47,6 +46,11 @@ class Fill:
 
 
 _Write = TypeVar("_Write", Placement, Fill)
+
+
+def in_place(placements: Iterable[Placement]) -> list[Placement]:
+    """The placements as copies from a second set of storages, in which the bytes lie where they go."""
+    return [msgspec.structs.replace(placement, source=placement.dest) for placement in placements]
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ class PlacementPlan:
         apart = {
             name
             for name, regions in left.items()
-            if not any(
-                one.offset < other.end and other.offset < one.end for one, other in itertools.combinations(regions, 2)
+            if all(
+                one.end <= other.offset for one, other in itertools.pairwise(sorted(regions, key=lambda r: r.offset))
             )
         }
         gone = {id(other) for other, _ in repeats if other.dest.tensor in apart}
@@ -158,4 +162,4 @@ class PlacementPlan:
 def _retied(writes: list[_Write], gone: str, kept: str, name: str) -> list[_Write]:
     """The writes without those to `gone`; those to `kept` go to `name`."""
     left = (write for write in writes if write.dest.tensor != gone)
-    return [replace(w, dest=w.dest.named(name)) if w.dest.tensor == kept else w for w in left]
+    return [msgspec.structs.replace(w, dest=w.dest.named(name)) if w.dest.tensor == kept else w for w in left]

@@ -16,8 +16,8 @@ Under every policy, a module whose post-processing reduces over the ranks (`coll
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,14 +27,13 @@ from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.collectives import Operand, Share, own_share, shares_of
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.memory import ReturningMemory, ask_for_large_pages, free_later, return_freed_memory
-from inference_plugin.install.plan import Placement
+from inference_plugin.install.plan import Placement, in_place
 from inference_plugin.install.rebuilt import RebuiltModule
-from inference_plugin.install.replay import Replay
+from inference_plugin.install.replay import Copies, Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.install.trial_load import poison
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica
 from inference_plugin.wire.geometry import Box
-from inference_plugin.wire.tensors import box_view
 
 __all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "Tensors", "WayBack"]
 
@@ -71,11 +70,12 @@ class PolicyInstaller(abc.ABC):
         self._way_back = way_back
         self._operands: dict[str, list[Operand]] = {}
         """What this rank sends to the others for the prepared update, by module."""
+        self._known: dict[tuple[str, frozenset[str]], Copies] = {}
 
     def check(self, segment: torch.Tensor) -> None:
         """Raises `ManifestMismatch` if the bytes are such that the order of a load would decide what the engine holds."""
         if self._agreement.plan.repeats:
-            self._agreement.check_repeats(self._sources(segment))
+            self._agreement.check_repeats(self._agreement.tensors_in(segment))
 
     @property
     def holds_second_set(self) -> bool:
@@ -152,15 +152,26 @@ class PolicyInstaller(abc.ABC):
                 phase="seal",
             )
 
-    def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The staged tensors, under every name that the loader takes."""
-        manifest = self._agreement.manifest
-        sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
-        return sources | {alias: sources[name] for alias, name in self._agreement.aliases.items()}
+    def _sources(self, segment: torch.Tensor) -> Tensors:
+        """What placements read, as `_reading` makes them."""
+        return self._agreement.segment_views(segment)
 
-    def _bind(self, placements: list[Placement], sources: Tensors, destinations: Tensors) -> Replay:
-        fills = [fill for fill in self._agreement.plan.fills if fill.dest.tensor in destinations]
-        return Replay(placements, sources, destinations, fills)
+    def _reading(self, placements: list[Placement]) -> list[Placement]:
+        """Placements as they read what `prepare` received."""
+        return self._agreement.in_segment(placements)
+
+    def _copies(self, placements: list[Placement], keys: Collection[str]) -> Copies:
+        """These placements, and the constants that the loader writes into the storages `keys`."""
+        return Copies(placements, [fill for fill in self._agreement.plan.fills if fill.dest.tensor in keys])
+
+    def _bind(self, module: str, sources: Tensors, destinations: Tensors) -> Replay:
+        """The copies into the storages from which `module` is rebuilt, or with "" into plain ones; found out once, because a
+        model may have tens of thousands."""
+        known = module, frozenset(destinations)
+        if known not in self._known:
+            placements = self._layout.rebuilt_placements[module] if module else self._layout.plain_placements
+            self._known[known] = self._copies(self._reading(placements), destinations)
+        return Replay(self._known[known], sources, destinations)
 
     def _fill_constants(self, storages: Tensors) -> None:
         """Writes what the engine's loader writes whatever the trainer sends."""
@@ -168,10 +179,6 @@ class PolicyInstaller(abc.ABC):
             for fill in self._agreement.plan.fills:
                 if fill.dest.tensor in storages:
                     fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
-
-    def _placements_of(self, module: str) -> list[Placement]:
-        """The placements from the tensors that `prepare` received into the storages from which `module` is rebuilt."""
-        return self._layout.rebuilt_placements[module]
 
     def _rebuild(
         self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle
@@ -198,7 +205,7 @@ class PolicyInstaller(abc.ABC):
     def _memory_of(self, module: str, sources: Tensors, throttle: Throttle) -> dict[str, torch.Tensor]:
         """The storages that exist only for rebuilding a module, filled."""
         memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(module)}
-        self._bind(self._placements_of(module), sources, memory).run(between=throttle)
+        self._bind(module, sources, memory).run(between=throttle)
         return memory
 
 
@@ -224,7 +231,7 @@ class CopyInstaller(PolicyInstaller):
         live = self._layout.own_storages()
         copies = {key: live[key].clone() for key in self._layout.plain_keys(module) if key in live}
         placements = [p for p in self._layout.plain_placements if p.dest.tensor in copies]
-        self._bind(placements, sources, copies).run()
+        Replay(self._copies(self._reading(placements), copies), sources, copies).run()
         return copies
 
     def _put(self, segment: torch.Tensor) -> None:
@@ -262,7 +269,7 @@ class CopyInstaller(PolicyInstaller):
 
     def _bind_segment(self, segment: torch.Tensor, live: Tensors) -> tuple[Replay, Tensors]:
         sources = self._sources(segment)
-        return self._bind(self._layout.plain_placements, sources, live), sources
+        return self._bind("", sources, live), sources
 
 
 class StagedInstaller(CopyInstaller):
@@ -273,20 +280,20 @@ class StagedInstaller(CopyInstaller):
         super().__init__(agreement, way_back)
         self._staged: tuple[Replay, list[RebuiltModule]] | None = None
         self._memory: dict[str, torch.Tensor] = {}
+        self._within = self._copies(in_place(self._layout.plain_placements), self._layout.own_storages())
 
     @property
     def holds_second_set(self) -> bool:
         return bool(self._memory)
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        live, sources, plain = self._layout.live_storages(), self._sources(segment), self._layout.plain_placements
+        live, sources = self._layout.live_storages(), self._sources(segment)
         if not self._memory:
             self._memory = {key: _poisoned_like(storage) for key, storage in self._layout.own_storages().items()}
-        self._bind(plain, sources, self._memory).run(between=throttle)
+        self._bind("", sources, self._memory).run(between=throttle)
         modules = list(self._rebuild(self._layout.beforehand, sources, self._memory, throttle))
         self._note_operands(sources, lambda _: self._memory, throttle)
-        in_place = [replace(placement, source=placement.dest) for placement in plain]
-        self._staged = self._bind(in_place, self._memory, live).ready(), modules
+        self._staged = Replay(self._within, self._memory, live).ready(), modules
         return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes
 
     def _put(self, segment: torch.Tensor) -> None:
@@ -339,7 +346,7 @@ class StandbyInstaller(PolicyInstaller):
         self, storages: dict[str, torch.Tensor], sources: Tensors, throttle: Throttle
     ) -> list[RebuiltModule]:
         """Copies what the plan places into the second set, and makes the rebuilt modules."""
-        self._bind(self._layout.plain_placements, sources, storages).run(between=throttle)
+        self._bind("", sources, storages).run(between=throttle)
         modules = list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
         self._note_operands(sources, lambda _: storages, throttle)
         return modules

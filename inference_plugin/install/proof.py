@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
-from inference_plugin.install.replay import Replay
+from inference_plugin.install.replay import Copies, Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, materialised
 from inference_plugin.wire.digest import digest_bytes
@@ -244,7 +244,7 @@ class _Proof:
         findings = {}
         for dest, flat in loaded.items():
             try:
-                Replay(self._placements[dest], sources, {dest: flat}, self._fills[dest]).run()
+                Replay(Copies(self._placements[dest], self._fills[dest]), sources, {dest: flat}).run()
             except (ValueError, RuntimeError) as error:
                 if lacks_resources(error):
                     raise
@@ -309,7 +309,20 @@ class _Noise:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills contiguous tensors, each by its label."""
 
-        def fill_part(part: _Part) -> None:
+        list(self._pool.map(self._fill, _parts(tensors)))
+
+    def digests(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """The digests of each tensor's parts, by label."""
+        found: dict[str, list[int]] = {label: [] for label in tensors}
+        for digests in self._pool.map(
+            lambda parts: [(each.label, digest_bytes(each.data)) for each in parts], _parts(tensors)
+        ):
+            for label, digest in digests:
+                found[label].append(digest)
+        return found
+
+    def _fill(self, parts: Iterable[_Part]) -> None:
+        for part in parts:
             out, done = part.data, 0
             first = (zlib.crc32(part.label.encode()) + part.start) % _POOL_BYTES
             while done < out.size:
@@ -318,16 +331,6 @@ class _Noise:
                 done, first = done + chunk.size, 0
             if part.is_bool:
                 out &= 1
-
-        list(self._pool.map(fill_part, _parts(tensors)))
-
-    def digests(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """The digests of each tensor's parts, by label."""
-        parts = _parts(tensors)
-        found: dict[str, list[int]] = {label: [] for label in tensors}
-        for part, digest in zip(parts, self._pool.map(lambda part: digest_bytes(part.data), parts), strict=True):
-            found[part.label].append(digest)
-        return found
 
 
 class _Part(NamedTuple):
@@ -340,13 +343,16 @@ class _Part(NamedTuple):
     is_bool: bool
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> list[_Part]:
-    return [
+def _parts(tensors: Mapping[str, Tensor]) -> list[list[_Part]]:
+    """What the threads do at once: parts of about `PART_BYTES` together, because a model may have tens of thousands of small
+    tensors."""
+    parts = (
         _Part(label, start, data[start : start + PART_BYTES], tensor.dtype == torch.bool)
         for label, tensor in tensors.items()
         for data in (bytes_view(tensor).numpy(),)
         for start in range(0, data.size, PART_BYTES)
-    ]
+    )
+    return in_batches(parts, lambda part: part.data.size, PART_BYTES)
 
 
 _WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

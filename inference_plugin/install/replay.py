@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from inference_plugin.devices import ByteCopy, device_of
 from inference_plugin.install.plan import Fill, Placement
-from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
+from inference_plugin.install.row_copies import RowTable, row_table
 from inference_plugin.install.upload import LARGE_BYTES, Upload
-from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
+from inference_plugin.wire.geometry import Box, Region, bounding_box, c_strides, in_box
 from inference_plugin.wire.tensors import copyable
 
-__all__ = ["Replay", "read_back"]
+__all__ = ["Copies", "Replay", "read_back"]
 
 
 STEP_BYTES = 16 << 20
@@ -26,30 +27,44 @@ PORTION_BYTES = 8 << 20
 """The most that a verification reads back between two steps of the engine."""
 
 
+class Copies:
+    """Placements, and constants written before them, with all that is known of them without the memory: made once, and bound to
+    an update's memory by `Replay`."""
+
+    def __init__(self, placements: Iterable[Placement], fills: Iterable[Fill] = ()) -> None:
+        self.placements, self.fills = tuple(placements), tuple(fills)
+        self._sources, self._destinations = _Needs("source"), _Needs("destination")
+        for placement in self.placements:
+            self._sources.add(placement.source, placement.dtype)
+            self._destinations.add(placement.dest, placement.dtype)
+        for fill in self.fills:
+            self._destinations.add(fill.dest, fill.dtype)
+
+    @cached_property
+    def rows(self) -> RowTable | None:
+        """For the host's memory; None where torch has to copy."""
+        return row_table(self.placements)
+
+    def check(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if a name is missing, or a dtype, device, layout or extent doesn't fit."""
+        self._sources.check(sources)
+        self._destinations.check(destinations)
+
+
 class Replay:
-    """Placements as prebound views, so that an installation only copies.
+    """Copies that are bound to memory, so that an installation only copies.
 
     `sources`: C-contiguous tensors by checkpoint name; `destinations`: flat storages by key. All sources are on one device, and
-    all destinations are. Once a storage has moved on either side, make a new `Replay`. Raises ValueError if a name is missing,
-    or a dtype, device, layout or extent doesn't fit.
+    all destinations are. Once a storage has moved on either side, make a new `Replay`. Raises ValueError as `Copies.check` does.
     """
 
-    def __init__(
-        self,
-        placements: Iterable[Placement],
-        sources: Mapping[str, Tensor],
-        destinations: Mapping[str, Tensor],
-        fills: Iterable[Fill] = (),
-    ) -> None:
-        placements, fills = tuple(placements), tuple(fills)
-        _check_sides(placements, fills, sources, destinations)
+    def __init__(self, copies: Copies, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        copies.check(sources, destinations)
+        self._placements, self._sources, self._destinations = copies.placements, sources, destinations
         with torch.inference_mode():
-            self._fills = [(fill.dest.of(destinations[fill.dest.tensor]), fill.value) for fill in fills]
-            self._copies = [
-                (p, copyable(p.dest.of(destinations[p.dest.tensor])), copyable(p.source.of(sources[p.source.tensor])))
-                for p in placements
-            ]
-        self._rows = row_copies(placements, sources, destinations)
+            self._fills = [(fill.dest.of(destinations[fill.dest.tensor]), fill.value) for fill in copies.fills]
+        on_host = all(tensor.device.type == "cpu" for tensor in self._first())
+        self._rows = copies.rows.bound(sources, destinations) if on_host and copies.rows is not None else None
         self._steps: dict[int | None, list[_Step]] = {}
 
     def run(self, *, between: Callable[[int], None] | None = None) -> None:
@@ -58,36 +73,57 @@ class Replay:
 
         Copies into a device's memory are only queued; the caller waits for them.
         """
-        if between is None and self._rows is not None:
-            with torch.inference_mode():
-                for view, value in self._fills:
-                    view.fill_(value)
-            copy_on_all_cores(self._rows)
-            return
-        limit_bytes = None if between is None and self._is_on_one_device else STEP_BYTES
-        steps = self._steps_of(limit_bytes)
+        done = 0
         with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
-            done = 0
             for view, value in self._fills:
                 view.fill_(value)
                 done += view.nbytes
-            copy = self._copying(steps)
-            for index, step in enumerate(steps):
+            for index, (copy, nbytes) in enumerate(self._work(between is not None)):
                 if between is not None and index:
                     between(done)
-                copy(step)
-                done += step.nbytes
+                copy()
+                done += nbytes
+
+    def _work(self, in_steps: bool) -> Iterator[tuple[Callable[[], object], int]]:
+        """Functions that make the copies, and how many bytes each copies."""
+        if self._rows is not None:
+            for part in self._rows.steps(STEP_BYTES) if in_steps else [self._rows]:
+                yield part.copy, part.nbytes
+            return
+        steps = self._steps_of(STEP_BYTES if in_steps and not self._is_on_one_device else None)
+        copy = self._copying(steps)
+        for step in steps:
+            yield partial(copy, step), step.nbytes
 
     def ready(self) -> Replay:
-        """Prepares `run()` within a device's memory, so that a commit only queues copies. Returns itself."""
-        if self._rows is None and self._is_on_one_device:
+        """Prepares `run()`, so that a commit only copies, or queues copies. Returns itself."""
+        if self._rows is None:
             for step in self._steps_of(None):
-                step.divided()
+                if self._is_on_one_device:
+                    step.divided()
         return self
+
+    def _first(self) -> list[Tensor]:
+        """A tensor of each side; none if nothing is copied."""
+        return [
+            t for p in self._placements[:1] for t in (self._sources[p.source.tensor], self._destinations[p.dest.tensor])
+        ]
+
+    @cached_property
+    def _copies(self) -> list[tuple[Placement, Tensor, Tensor]]:
+        with torch.inference_mode():
+            return [
+                (
+                    p,
+                    copyable(p.dest.of(self._destinations[p.dest.tensor])),
+                    copyable(p.source.of(self._sources[p.source.tensor])),
+                )
+                for p in self._placements
+            ]
 
     @property
     def _is_on_one_device(self) -> bool:
-        return all(target.device == source.device for _, target, source in self._copies[:1])
+        return len({tensor.device for tensor in self._first()}) <= 1
 
     def _steps_of(self, limit_bytes: int | None) -> list[_Step]:
         if (steps := self._steps.get(limit_bytes)) is None:
@@ -211,33 +247,31 @@ def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
     return tensor.narrow(0, first, min(count, tensor.shape[0] - first)) if tensor.dim() else tensor
 
 
-def _check_sides(
-    placements: Iterable[Placement],
-    fills: Iterable[Fill],
-    sources: Mapping[str, Tensor],
-    destinations: Mapping[str, Tensor],
-) -> None:
-    checked: set[tuple[str, str]] = set()
-    devices: dict[str, tuple[torch.device, str]] = {}
-    writes: list[Placement | Fill] = [*placements, *fills]
-    ends = itertools.chain(
-        (("source", placement.source, placement.dtype, sources) for placement in placements),
-        (("destination", write.dest, write.dtype, destinations) for write in writes),
-    )
-    for side, region, dtype, tensors in ends:
-        name = region.tensor
-        if name not in tensors:
-            raise ValueError(f"{side} {name} is missing")
-        tensor = tensors[name]
-        if region.offset < 0 or region.end > tensor.numel():
-            raise ValueError(f"{side} {name} has {tensor.numel()} elements; the plan needs {region.end}")
-        if (side, name) in checked:
-            continue
-        checked.add((side, name))
-        if tensor.dtype != dtype:
-            raise ValueError(f"{side} {name} is {tensor.dtype}; the plan has {dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{side} {name} is not contiguous")
-        device, other = devices.setdefault(side, (tensor.device, name))
-        if tensor.device != device or device.type == "meta":
-            raise ValueError(f"{side} {name} is on {tensor.device}, {other} on {device}")
+class _Needs:
+    """What copies need of the tensors on one side: where the regions in each begin and end at the utmost, and their dtypes."""
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self._of: dict[str, tuple[int, int, set[torch.dtype]]] = {}
+
+    def add(self, region: Region, dtype: torch.dtype) -> None:
+        start, end, dtypes = self._of.get(region.tensor, (region.offset, region.end, set()))
+        dtypes.add(dtype)
+        self._of[region.tensor] = min(start, region.offset), max(end, region.end), dtypes
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        first: tuple[torch.device, str] | None = None
+        for name, (start, end, dtypes) in self._of.items():
+            where = f"{self._side} {name}"
+            if name not in tensors:
+                raise ValueError(f"{where} is missing")
+            tensor = tensors[name]
+            if start < 0 or end > tensor.numel():
+                raise ValueError(f"{where} has {tensor.numel()} elements; the plan needs {end}")
+            if dtypes != {tensor.dtype}:
+                raise ValueError(f"{where} is {tensor.dtype}; the plan has {', '.join(sorted(map(str, dtypes)))}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{where} is not contiguous")
+            device, other = first = first or (tensor.device, name)
+            if tensor.device != device or device.type == "meta":
+                raise ValueError(f"{where} is on {tensor.device}, {other} on {device}")

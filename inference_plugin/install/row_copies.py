@@ -1,55 +1,93 @@
-"""Copies with all cores at once, for installations: the engine does not generate meanwhile."""
+"""Placements as a table of copies of rows, which threads on all cores work through without Python's lock."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from inference_plugin.install.plan import Placement
-from inference_plugin.wire.copying import copy_rows
+from inference_plugin.wire.copying import COPY, copy_table
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["RowCopy", "copy_on_all_cores", "row_copies"]
+__all__ = ["BoundRows", "RowTable", "helped_s", "row_table"]
 
 PART_BYTES = 4 << 20
 MOST_THREADS = 16
 """More threads don't copy any faster."""
 
-
-class RowCopy(NamedTuple):
-    """The arguments of `copying.copy_rows`."""
-
-    target: Any
-    target_start: int
-    target_stride: int
-    source: Any
-    source_start: int
-    source_stride: int
-    rows: int
-    row_bytes: int
+_helped = threading.local()
 
 
-def row_copies(
-    placements: Sequence[Placement], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
-) -> list[RowCopy] | None:
-    """The placements as copies of rows, each of about `PART_BYTES` at most, which may run in any order. None if a placement is
-    not made of rows in CPU memory, or if two placements may overlap."""
+class RowTable(NamedTuple):
+    """Copies of rows, each of about `PART_BYTES` at most, which may run in any order: an array of `COPY`. `targets`, `sources`:
+    the names of the memory that its numbers mean."""
+
+    copies: Any
+    targets: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    def bound(self, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> BoundRows:
+        """The table for contiguous tensors in the host's memory."""
+        return BoundRows(
+            self.copies, [_bytes_of(targets[n]) for n in self.targets], [_bytes_of(sources[n]) for n in self.sources]
+        )
+
+
+class BoundRows(NamedTuple):
+    """A table of copies, or a part of it, and its memory."""
+
+    copies: Any
+    targets: list[Any]
+    sources: list[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.copies["rows"] @ self.copies["row_bytes"])
+
+    def steps(self, nbytes: int) -> list[BoundRows]:
+        """Parts of about so many bytes each, in order."""
+        ends = np.cumsum(self.copies["rows"] * self.copies["row_bytes"])
+        cuts = np.flatnonzero(np.diff(ends // nbytes)) + 1
+        edges = [0, *cuts.tolist(), len(self.copies)]
+        return [self._replace(copies=self.copies[a:b]) for a, b in itertools.pairwise(edges) if a < b]
+
+    def copy(self) -> None:
+        """Makes the copies with non-temporal stores, with all cores if they are large; returns once all are made."""
+        parts = min(MOST_THREADS, len(self.copies), 1 + self.nbytes // PART_BYTES)
+        threads = min(parts, len(_cores())) if parts > 1 else 1
+        if threads == 1:
+            copy_table(self.copies, self.targets, self.sources)
+            return
+        shares = [self._replace(copies=np.ascontiguousarray(self.copies[i::threads])) for i in range(threads)]
+        _helped.seconds = helped_s() + sum(_helpers(threads).map(_copy_share, shares))
+
+
+def helped_s() -> float:
+    """The processor time of the threads that have helped this one to copy."""
+    return getattr(_helped, "seconds", 0.0)
+
+
+def row_table(placements: Sequence[Placement]) -> RowTable | None:
+    """The placements as a table. None if one of them is not made of rows, or if two may overlap."""
     ends: dict[str, int] = {}
-    copies: list[RowCopy] = []
+    targets: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    copies: list[tuple[int, ...]] = []
     for placement in sorted(placements, key=lambda p: (p.dest.tensor, p.dest.offset)):
         source, dest = placement.source, placement.dest
-        target, origin = destinations[dest.tensor], sources[source.tensor]
         if (
-            target.device.type != "cpu"
-            or origin.device.type != "cpu"
-            or len(dest.sizes) > 2
+            len(dest.sizes) > 2
             or any(region.strides[-1:] not in ((), (1,)) for region in (source, dest))
             or (len(dest.sizes) == 2 and min(source.strides[0], dest.strides[0]) < dest.sizes[1])
             or dest.offset < ends.get(dest.tensor, 0)
@@ -58,50 +96,31 @@ def row_copies(
         ends[dest.tensor] = dest.end
         item_bytes = placement.dtype.itemsize
         rows, length = (1, 1, *dest.sizes)[-2:]
-        dest_stride, source_stride = ((0, 0, *region.strides)[-2] * item_bytes for region in (dest, source))
-        copy = RowCopy(
-            _bytes_of(target), dest.offset * item_bytes, dest_stride,
-            _bytes_of(origin), source.offset * item_bytes, source_stride,
-            rows, length * item_bytes,
-        )  # fmt: skip
-        copies += _parts(copy)
-    return copies
-
-
-def copy_on_all_cores(copies: Sequence[RowCopy]) -> None:
-    """Makes the copies with non-temporal stores; returns once all are made."""
-    threads = min(MOST_THREADS, len(_cores()), len(copies))
-    if threads <= 1:
-        _copy(copies)
-    else:
-        list(_helpers(threads).map(_copy, [copies[i::threads] for i in range(threads)]))
-
-
-def _copy(copies: Sequence[RowCopy]) -> None:
-    for copy in copies:
-        copy_rows(*copy, True)
-
-
-def _parts(copy: RowCopy) -> list[RowCopy]:
-    """A copy in parts of about `PART_BYTES`."""
-    if copy.rows == 1:
-        return [
-            copy._replace(
-                target_start=copy.target_start + at,
-                source_start=copy.source_start + at,
-                row_bytes=min(PART_BYTES, copy.row_bytes - at),
-            )
-            for at in range(0, copy.row_bytes, PART_BYTES)
-        ]
-    at_once = max(1, PART_BYTES // copy.row_bytes)
-    return [
-        copy._replace(
-            target_start=copy.target_start + first * copy.target_stride,
-            source_start=copy.source_start + first * copy.source_stride,
-            rows=min(at_once, copy.rows - first),
+        row_bytes = length * item_bytes
+        to, by, of, apart = (
+            number * item_bytes for region in (dest, source) for number in (region.offset, (0, 0, *region.strides)[-2])
         )
-        for first in range(0, copy.rows, at_once)
-    ]
+        target = targets.setdefault(dest.tensor, len(targets))
+        origin = sources.setdefault(source.tensor, len(sources))
+        if rows == 1:
+            copies += (
+                (target, to + at, 0, origin, of + at, 0, 1, min(PART_BYTES, row_bytes - at))
+                for at in range(0, row_bytes, PART_BYTES)
+            )
+        else:
+            at_once = max(1, PART_BYTES // row_bytes) if row_bytes else rows
+            copies += (
+                (target, to + at * by, by, origin, of + at * apart, apart, min(at_once, rows - at), row_bytes)
+                for at in range(0, rows if row_bytes else 0, at_once)
+            )
+    return RowTable(np.array(copies, dtype=COPY), tuple(targets), tuple(sources))
+
+
+def _copy_share(share: BoundRows) -> float:
+    """Returns the processor time that it took."""
+    began_s = time.thread_time()
+    copy_table(*share)
+    return time.thread_time() - began_s
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

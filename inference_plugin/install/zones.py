@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
-from inference_plugin.install.plan import Placement
+from inference_plugin.install.plan import Placement, in_place
 from inference_plugin.install.policies import (
     CopyInstaller,
     PolicyInstaller,
@@ -78,8 +77,8 @@ class ZoneInstaller(StandbyInstaller):
         self._check_fits(self._layout.rebuilt_nbytes)
         return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
 
-    def _placements_of(self, module: str) -> list[Placement]:
-        return [replace(placement, source=placement.dest) for placement in super()._placements_of(module)]
+    def _reading(self, placements: list[Placement]) -> list[Placement]:
+        return in_place(placements)
 
     def finish(self) -> None:
         super().finish()
@@ -118,8 +117,10 @@ class ZoneCopyInstaller(CopyInstaller):
             key: segment.narrow(0, span.start, span.end - span.start).view(span.dtype)
             for key, span in self._spans.items()
         }
-        copies = [replace(placement, source=placement.dest) for placement in self._layout.plain_placements]
-        return self._bind(copies, zone, live), {}
+        return self._bind("", zone, live), {}
+
+    def _reading(self, placements: list[Placement]) -> list[Placement]:
+        return in_place(placements)
 
     def discard(self) -> None:
         self.forget_segments()  # a zone that was dropped is freed once nothing views it

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import sub
+from operator import mul, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,9 +20,10 @@ from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import SPANS_AT_ONCE, copy_rows, digest_rows, digest_spans
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.geometry import Box, PiecePlace, Region, Slice, rows_region
+from inference_plugin.wire.geometry import Box, PiecePlace, Region, Slice, c_strides, rows_region
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, narrowed, torch_dtype
+from inference_plugin.wire.zone import Landing
 
 __all__ = [
     "Bytes", "DigestPass", "DigestPasses", "Lying", "LyingAt", "Passes", "PieceRows", "checked_dtype", "in_segment",
@@ -184,13 +186,26 @@ def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(aligned).view(dtype)
 
 
-class Lying(NamedTuple):
-    """Where a piece's bytes lie in memory. `base`: where its tensor, or the place of it, begins; `rows` as `PiecePlace.region`;
-    `view` gives the piece's elements as a view of that memory."""
+class Lying(msgspec.Struct, frozen=True, gc=False):
+    """Where a piece's bytes lie in memory, and of which dtype they are. Kept for every piece of an update: as objects that
+    Python's garbage collector looks through, they would make it hold up the engine's own thread."""
 
-    base: int
-    rows: Region | None
-    view: Callable[[torch.Tensor], torch.Tensor]
+    landing: Landing
+    dtype: torch.dtype
+
+    @property
+    def base(self) -> int:
+        """Where the piece's tensor, or the place of it, begins."""
+        return self.landing.base
+
+    @property
+    def rows(self) -> Region | None:
+        """As `PiecePlace.region`."""
+        return self.landing.rows
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The piece's elements, as a view of that memory."""
+        return self.landing.view(memory, self.dtype)
 
 
 LyingAt: TypeAlias = Callable[[Manifest, Box], Iterable[Lying]]
@@ -198,9 +213,13 @@ LyingAt: TypeAlias = Callable[[Manifest, Box], Iterable[Lying]]
 
 
 def in_segment(manifest: Manifest, box: Box) -> Lying:
-    """Where a box lies in a segment."""
-    base = manifest.layout.offsets[box.tensor]
-    return Lying(base, manifest.region(box), lambda segment: box_view(segment, manifest, box))
+    """Where a box lies in a segment. Raises `ManifestMismatch` for a box that doesn't lie in its tensor."""
+    manifest.check_box(box)
+    spec, base = manifest.tensors[box.tensor], manifest.layout.offsets[box.tensor]
+    dtype = torch_dtype(spec.dtype)
+    strides = tuple(stride * dtype.itemsize for stride in c_strides(spec.shape))
+    offset = base + sum(map(mul, box.offsets, strides))
+    return Lying(Landing(base, offset, box.sizes, strides, manifest.region(box)), dtype)
 
 
 @dataclass

@@ -119,7 +119,7 @@ class ZoneStaging(Staging):
     def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
         dtype = torch_dtype(manifest.tensors[box.tensor].dtype)
         for landing in self._layout.landings(manifest, box):
-            yield Lying(landing.base, landing.rows, partial(landing.view, dtype=dtype))
+            yield Lying(landing, dtype)
 
     def settle(self) -> None:
         zone, self._zone = self._zone, None

@@ -342,6 +342,86 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* One entry of a table of copies: copying.py, COPY. */
+typedef struct {
+    int64_t target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes;
+} Copy;
+
+/* The buffers of a list; NULL, with an exception, where one is none. `flags`: of PyObject_GetBuffer. */
+static Py_buffer *take_buffers(PyObject *given, int flags, Py_ssize_t *taken)
+{
+    const Py_ssize_t count = PyList_Size(given);
+    Py_buffer *buffers = PyMem_Calloc((size_t)(count ? count : 1), sizeof *buffers);
+    if (!buffers)
+        return (Py_buffer *)PyErr_NoMemory();
+    for (*taken = 0; *taken < count; ++*taken)
+        if (PyObject_GetBuffer(PyList_GetItem(given, *taken), &buffers[*taken], flags))
+            return buffers;
+    return buffers;
+}
+
+static void release_buffers(Py_buffer *buffers, Py_ssize_t taken)
+{
+    for (Py_ssize_t i = 0; i < taken; i++)
+        PyBuffer_Release(&buffers[i]);
+    PyMem_Free(buffers);
+}
+
+static int fits(const Copy *copy, const Py_buffer *targets, Py_ssize_t target_count, const Py_buffer *sources,
+                Py_ssize_t source_count)
+{
+    return copy->target >= 0 && copy->target < target_count && copy->source >= 0 && copy->source < source_count &&
+           copy->rows > 0 && copy->row_bytes > 0 &&
+           lies_within(copy->target_start, copy->target_stride, copy->rows, copy->row_bytes, targets[copy->target].len) &&
+           lies_within(copy->source_start, copy->source_stride, copy->rows, copy->row_bytes, sources[copy->source].len);
+}
+
+static PyObject *copy_table(PyObject *self, PyObject *args)
+{
+    Py_buffer table;
+    PyObject *given_targets, *given_sources, *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*O!O!", &table, &PyList_Type, &given_targets, &PyList_Type, &given_sources))
+        return NULL;
+    Py_ssize_t target_count = 0, source_count = 0;
+    Py_buffer *sources = NULL, *targets = take_buffers(given_targets, PyBUF_WRITABLE, &target_count);
+    if (!targets || target_count < PyList_Size(given_targets))
+        goto done;
+    sources = take_buffers(given_sources, PyBUF_SIMPLE, &source_count);
+    if (!sources || source_count < PyList_Size(given_sources))
+        goto done;
+    const Copy *copies = table.buf;
+    const Py_ssize_t count = table.len / (Py_ssize_t)sizeof(Copy);
+    Py_ssize_t fitting = 0;
+    if ((uintptr_t)copies % sizeof(int64_t) == 0 && table.len % (Py_ssize_t)sizeof(Copy) == 0)
+        while (fitting < count && fits(&copies[fitting], targets, target_count, sources, source_count))
+            fitting++;
+    if (fitting < count || table.len % (Py_ssize_t)sizeof(Copy)) {
+        PyErr_Format(PyExc_ValueError, "copy %zd of a table doesn't lie within its buffers", fitting);
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (const Copy *copy = copies; copy < copies + count; copy++) {
+        char *to = (char *)targets[copy->target].buf + copy->target_start;
+        const char *from = (const char *)sources[copy->source].buf + copy->source_start;
+        const size_t row_bytes = (size_t)copy->row_bytes;
+        const size_t ahead = ahead_of(row_bytes, copy->rows > 1 ? (size_t)copy->source_stride : row_bytes);
+        for (int64_t row = 0; row < copy->rows; row++, to += copy->target_stride, from += copy->source_stride)
+            copy_streaming(to, from, row_bytes, ahead);
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    if (targets)
+        release_buffers(targets, target_count);
+    if (sources)
+        release_buffers(sources, source_count);
+    PyBuffer_Release(&table);
+    return result;
+}
+
 /* None, and nothing written, where only the general way does: see copying.py. */
 static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
 {
@@ -857,6 +937,7 @@ static PyMethodDef methods[] = {
      "copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)"},
     {"copy_rows_and_digest", copy_rows_and_digest, METH_VARARGS,
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride=0)"},
+    {"copy_table", copy_table, METH_VARARGS, "copy_table(table, [target, ...], [source, ...])"},
     {"copy_groups", copy_groups, METH_VARARGS, "copy_groups([(target, start, places), ...])"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
     {"populate", populate, METH_VARARGS, "populate(memory, start, end, advice, threads) -> errno, or 0"},

@@ -14,7 +14,8 @@ INTERFACE = 2
 """Raised together with the number in `_copying.c`, whenever a function there takes other arguments or returns something else."""
 
 NAMES = (
-    "copy_groups", "copy_rows", "copy_rows_and_digest", "digest_rows", "has_all_bits", "populate", "tensor_rows", "tensors_over",
+    "copy_groups", "copy_rows", "copy_rows_and_digest", "copy_table", "digest_rows", "has_all_bits", "populate", "tensor_rows",
+    "tensors_over",
 )  # fmt: skip
 """The functions that this code calls."""
 

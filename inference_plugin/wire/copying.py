@@ -14,10 +14,12 @@ from inference_plugin.wire.compiled import FUNCTIONS, WHY_NOT
 from inference_plugin.wire.digest import Digest, digest_bytes
 
 __all__ = [
+    "COPY",
     "copy_groups_and_digest",
     "copy_joined_and_digest",
     "copy_rows",
     "copy_rows_and_digest",
+    "copy_table",
     "digest_rows",
     "digest_spans",
     "how_copies_are_made",
@@ -39,6 +41,16 @@ ALIGNED_BYTES = 32
 
 PLACE = struct.Struct("@PN")
 """Where bytes lie in this process's memory, and how many: as C reads it."""
+
+COPY = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "target", "target_start", "target_stride", "source", "source_start", "source_stride", "rows", "row_bytes",
+        )
+    ]
+)  # fmt: skip
+"""One entry of a table of copies: `target` and `source` number its buffers, the rest is as in `copy_rows`, and none is empty."""
 
 
 def places_at(addresses: Sequence[int], sizes: Sequence[int]) -> bytes:
@@ -85,6 +97,23 @@ rows don't lie within both buffers. The buffers must not overlap.
 """
 
 
+def _copy_table_by_numpy(table: Any, targets: list[Any], sources: list[Any]) -> None:
+    pairs: list[tuple[Any, Any]] = []
+    for to, start, stride, of, source_start, apart, rows, nbytes in table.tolist():
+        if not (0 <= to < len(targets) and 0 <= of < len(sources) and rows > 0 and nbytes > 0):
+            raise ValueError(f"copy {len(pairs)} of a table doesn't lie within its buffers")
+        source = _rows_of(sources[of], source_start, apart, rows, nbytes)
+        pairs.append((_rows_of(targets[to], start, stride, rows, nbytes), source))
+    for target, source in pairs:
+        target[...] = source
+
+
+copy_table: Callable[[Any, list[Any], list[Any]], None]
+"""`copy_table(table, targets, sources)`: makes all copies of a contiguous array of `COPY` between C-contiguous buffers, around
+the cache, and without the GIL. Raises ValueError, and writes nothing, if one doesn't lie within its buffers. No target may
+overlap a source or another target."""
+
+
 def _not_in_one_pass(*_: Any) -> None:
     return None
 
@@ -94,11 +123,11 @@ _copy_and_digest_in_one_pass: Callable[..., int | None]
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_groups: Callable[[list[tuple[Any, int, bytes]]], list[int | None]] | None
 if FUNCTIONS is None:
-    copy_rows = _copy_rows_by_numpy
+    copy_rows, copy_table = _copy_rows_by_numpy, _copy_table_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
     _copy_groups = None
 else:
-    copy_rows, _copy_groups = FUNCTIONS.copy_rows, FUNCTIONS.copy_groups
+    copy_rows, copy_table, _copy_groups = FUNCTIONS.copy_rows, FUNCTIONS.copy_table, FUNCTIONS.copy_groups
     _copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
 
 

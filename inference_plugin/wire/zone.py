@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import mul, sub
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -31,7 +31,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     strides: Dims
 
 
-class Landing(NamedTuple):
+class Landing(msgspec.Struct, frozen=True, gc=False):
     """A part of a place, as bytes. `base`: where the place begins; `rows`: (rows, bytes of a row), None where the part has no
     rows of one length that are equally far apart."""
 
@@ -46,7 +46,7 @@ class Landing(NamedTuple):
         item_bytes = dtype.itemsize
         typed = zone.narrow(0, 0, zone.numel() // item_bytes * item_bytes).view(dtype)
         strides = [stride // item_bytes for stride in self.strides]
-        return typed.as_strided(self.sizes, strides, self.offset // item_bytes)
+        return typed.as_strided(self.sizes, strides, typed.storage_offset() + self.offset // item_bytes)
 
 
 class ZoneLayout(msgspec.Struct, frozen=True, dict=True):

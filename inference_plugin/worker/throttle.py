@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from inference_plugin.install.row_copies import helped_s
 from inference_plugin.wire.errors import VersionConflict
 
 __all__ = ["DecodingThrottle", "TeamTime"]
@@ -48,7 +49,8 @@ class DecodingThrottle:
 
 
 class TeamTime:
-    """The processor time of the thread that makes it, and of those among which torch divides its operations.
+    """The processor time of the thread that makes it, of those that help it to copy, and of those among which torch divides its
+    operations.
 
     OpenMP starts them with the first operation on many elements, and some of its libraries hand them on to later teams. So they
     are the threads that began after this one and are not Python's, and those of earlier teams that have been idle since.
@@ -69,7 +71,7 @@ class TeamTime:
         team = (self._listed & before) - self._others
         self._seen_s = self._seen_s | {t: max(_worked_s(t), self._seen_s.get(t, 0.0)) for t in team}
         TeamTime._earlier_s = self._seen_s
-        return time.thread_time() + sum(self._seen_s.values()) - sum(self._before_s.values())
+        return time.thread_time() + helped_s() + sum(self._seen_s.values()) - sum(self._before_s.values())
 
 
 def _native_threads() -> frozenset[int]:

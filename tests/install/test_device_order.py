@@ -18,7 +18,7 @@ from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.negotiation import agree
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import StagedInstaller, WayBack
-from inference_plugin.install.replay import Replay
+from inference_plugin.install.replay import Copies, Replay
 from inference_plugin.install.trial_load import loaded, poison
 from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
@@ -102,7 +102,7 @@ def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
         Region("w", 0, (64, 40), (1, 64)), Region("p", 40 * 16, (64, 40), (40, 1)), torch.bfloat16, (40, 64)
     )
     monkeypatch.setattr(replay, "STEP_BYTES", step_bytes)
-    Replay([columns, turned], {"w": origin}, {"p": flat}).run(between=lambda _: None)
+    Replay(Copies([columns, turned]), {"w": origin}, {"p": flat}).run(between=lambda _: None)
     device.drain(NOWHERE)
     assert torch.equal(flat.held[: 40 * 16].view(40, 16), origin[:, 8:24])
     assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)
@@ -127,7 +127,7 @@ def test_large_small_and_turned_copies_within_a_device_are_made_in_the_order_of_
         shape,
     )
     small = Placement(Region("small", 0, (7,), (1,)), Region("p", 100, (7,), (1,)), torch.bfloat16, (7,))
-    copies = Replay([whole, turned, small], sources, {"p": flat})
+    copies = Replay(Copies([whole, turned, small]), sources, {"p": flat})
     assert values.nbytes >= LARGE_BYTES
     for _ in range(2):
         flat.held.fill_(-7.0)
@@ -150,7 +150,7 @@ def test_every_dtype_is_copied_to_a_device_and_within_it(monkeypatch: pytest.Mon
     whole = Placement(Region("w", 0, (240,), (1,)), Region("p", 0, (240,), (1,)), kind, (40, 6))
     for sources in ({"w": values}, {"w": device.tensor(values)}):
         flat = device.tensor(any_bits(kind, 480, seed=1))
-        Replay([whole, turned], sources, {"p": flat}).run()
+        Replay(Copies([whole, turned]), sources, {"p": flat}).run()
         device.drain(NOWHERE)
         expected = torch.cat([values.reshape(-1), values.T.reshape(-1)])
         assert torch.equal(bytes_view(flat.held), bytes_view(expected))

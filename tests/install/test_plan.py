@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from inference_plugin.install import proof, replay
+from inference_plugin.install import proof, replay, row_copies
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
-from inference_plugin.install.replay import Replay, read_back
+from inference_plugin.install.replay import Copies, Replay, read_back
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.wire.geometry import Box
@@ -53,6 +54,7 @@ def in_portions(*, budget_bytes: int = proof.BUDGET_BYTES, step_bytes: int = rep
         patch.setattr(proof, "BUDGET_BYTES", budget_bytes)
         patch.setattr(proof, "PART_BYTES", min(proof.PART_BYTES, budget_bytes // 3 + 1))
         patch.setattr(replay, "STEP_BYTES", step_bytes)
+        patch.setattr(row_copies, "PART_BYTES", min(row_copies.PART_BYTES, step_bytes))
         yield
 
 
@@ -104,7 +106,7 @@ class Case:
         with torch.no_grad():
             self.loader(real)((name, tensor.clone()) for name, tensor in sources.items())
         targets = storage_views(replayed)
-        copies = Replay(plan.placements, sources, targets, plan.fills)
+        copies = Replay(Copies(plan.placements, plan.fills), sources, targets)
         for between in (None, lambda _: None):  # on all cores, and step by step
             for flat in targets.values():
                 flat.fill_(-77)
@@ -115,7 +117,7 @@ class Case:
         parts = {n: cut(sources[n], box.offsets, box.sizes).contiguous() for n, box in boxes.items()}
         for flat in targets.values():
             flat.fill_(-77)
-        Replay(rebase(plan.placements, boxes), parts, targets, plan.fills).run()
+        Replay(Copies(rebase(plan.placements, boxes), plan.fills), parts, targets).run()
         assert_same(storage_views(real), targets)
 
         if not plan.doubled:
@@ -630,11 +632,10 @@ def test_replay_stops_for_the_brake_between_pieces() -> None:
     case = Case(lambda: Bag({"w": (100, 10), "v": (7,)}), default, {"w": (100, 10), "v": (7,)})
     plan, model = case.trace(), case.make()
     sources, seen = case.sources(), []
-    copies = Replay(plan.placements, sources, storage_views(model))
     with in_portions(step_bytes=1000):
-        copies.run(between=seen.append)
+        Replay(Copies(plan.placements), sources, storage_views(model)).run(between=seen.append)
     assert sum(placement.nbytes for placement in plan.placements) == 4028
-    assert seen == [1000, 2000, 3000, 4000]
+    assert seen == [28, 1028, 2028, 3028]
     assert torch.equal(model.get_parameter("w"), sources["w"])
     assert torch.equal(model.get_parameter("v"), sources["v"])
 
@@ -644,7 +645,7 @@ def test_replay_writes_inference_tensors() -> None:
         model = Bag({"w": (4,)})
     case = Case(lambda: Bag({"w": (4,)}), default, {"w": (4,)})
     sources = case.sources()
-    Replay(case.trace().placements, sources, storage_views(model)).run()
+    Replay(Copies(case.trace().placements), sources, storage_views(model)).run()
     assert torch.equal(model.get_parameter("w"), sources["w"])
 
 
@@ -665,7 +666,7 @@ def test_replay_refuses_what_does_not_fit(spoil: Callable[..., object], reason: 
     plan, sources, destinations = case.trace(), case.sources(), storage_views(case.make())
     spoil(sources, destinations)
     with pytest.raises(ValueError, match=reason):
-        Replay(plan.placements, sources, destinations)
+        Replay(Copies(plan.placements), sources, destinations)
 
 
 # -- proof
@@ -835,3 +836,19 @@ def test_any_slices_of_a_source_are_boxed_and_read_back(split: Any, data: st.Dat
     assert plan.refusal is None
     if not plan.refused:
         case.check()
+
+
+def test_placements_are_nothing_that_the_garbage_collector_looks_through() -> None:
+    """They live as long as the engine does, one for each tensor: looking through them would hold up its own thread."""
+    case = Case(lambda: Bag({"w": (3, 4)}), default, {"w": (3, 4)})
+    (placement,) = case.trace().placements
+    gc.collect()  # which finds out that a tuple holds numbers only
+    kept = [
+        placement,
+        placement.source,
+        placement.dest,
+        placement.shape,
+        placement.source.sizes,
+        placement.dest.strides,
+    ]
+    assert not any(map(gc.is_tracked, kept))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from inference_plugin.install import row_copies as rows
 from inference_plugin.install.plan import Placement
-from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
+from inference_plugin.install.row_copies import row_table
 from inference_plugin.wire.geometry import Region
 
 
@@ -27,9 +28,10 @@ def test_columns_into_rows_and_whole_tensors_arrive_part_by_part(
     flat = torch.full((40 * 16 + 40 * 64,), -7.0, dtype=torch.bfloat16)
     columns = placed(Region("w", 8, (40, 16), (64, 1)), Region("p", 0, (40, 16), (16, 1)), (40, 64))
     whole = placed(Region("w", 0, (40 * 64,), (1,)), Region("p", 40 * 16, (40 * 64,), (1,)), (40, 64))
-    copies = row_copies([whole, columns], {"w": origin}, {"p": flat})
-    assert copies is not None
-    copy_on_all_cores(copies)
+    table = row_table([whole, columns])
+    assert table is not None
+    assert table.copies["row_bytes"].max() * table.copies["rows"].min() <= max(part_bytes, 128)
+    table.bound({"w": origin}, {"p": flat}).copy()
     assert torch.equal(flat[: 40 * 16].view(40, 16), origin[:, 8:24])
     assert torch.equal(flat[40 * 16 :].view(40, 64), origin)
 
@@ -45,14 +47,50 @@ def test_columns_into_rows_and_whole_tensors_arrive_part_by_part(
     ids=["transposed", "columns", "three dimensions", "one row many times"],
 )
 def test_what_are_no_rows_is_left_to_torch(source: Region, dest: Region) -> None:
-    flat = torch.zeros(40 * 64, dtype=torch.bfloat16)
-    assert row_copies([placed(source, dest, (40, 64))], {"w": flat}, {"p": flat.clone()}) is None
+    assert row_table([placed(source, dest, (40, 64))]) is None
 
 
 def test_placements_that_may_lie_over_each_other_are_never_copied_at_the_same_time() -> None:
-    flat = torch.zeros(100, dtype=torch.bfloat16)
     parts = [placed(Region("w", 0, (60,), (1,)), Region("p", at, (60,), (1,)), (100,)) for at in (0, 40)]
-    assert row_copies(parts, {"w": flat}, {"p": flat.clone()}) is None
+    assert row_table(parts) is None
+
+
+@pytest.mark.parametrize("step_bytes", [1, 3000, 10_000, 1 << 20])
+def test_steps_hold_every_copy_once_in_order_and_about_as_many_bytes_as_asked(step_bytes: int) -> None:
+    numbers = [3, 1000, 17, 999, 4000, 1, 1]
+    starts = [sum(numbers[:i]) for i in range(len(numbers))]
+    placements = [
+        placed(Region(f"w{i % 2}", 5 * i, (n,), (1,)), Region("p", at, (n,), (1,)), (5000,))
+        for i, (at, n) in enumerate(zip(starts, numbers, strict=True))
+    ]
+    origins = {f"w{i}": torch.randn(5000).to(torch.bfloat16) for i in range(2)}
+    flat = torch.zeros(sum(numbers), dtype=torch.bfloat16)
+    table = row_table(placements)
+    assert table is not None
+    bound = table.bound(origins, {"p": flat})
+    steps = bound.steps(step_bytes)
+    assert [copy.tolist() for step in steps for copy in step.copies] == [copy.tolist() for copy in bound.copies]
+    assert sum(step.nbytes for step in steps) == bound.nbytes == flat.nbytes
+    assert all(step.nbytes < step_bytes + 2 * max(numbers) for step in steps)
+    for step in steps:
+        step.copy()
+    wanted = [origins[f"w{i % 2}"][5 * i : 5 * i + n] for i, n in enumerate(numbers)]
+    assert torch.equal(flat, torch.cat(wanted))
+
+
+def test_what_helpers_work_counts_as_work_of_the_thread_that_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the throttle would let a copy on all cores take more of the time than its share."""
+    monkeypatch.setattr(rows, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(
+        rows, "_cores", lambda: frozenset(os.sched_getaffinity(0)) | {-1}
+    )  # two threads, also on one core
+    monkeypatch.setattr(rows, "_helpers", lambda threads: ThreadPoolExecutor(threads))
+    origin, flat = torch.ones(32 << 20, dtype=torch.uint8), torch.zeros(32 << 20, dtype=torch.uint8)
+    whole = Placement(Region("w", 0, (32 << 20,), (1,)), Region("p", 0, (32 << 20,), (1,)), torch.uint8, (32 << 20,))
+    table, before_s = row_table([whole]), rows.helped_s()
+    assert table is not None
+    table.bound({"w": origin}, {"p": flat}).copy()
+    assert rows.helped_s() > before_s and torch.equal(flat, origin)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

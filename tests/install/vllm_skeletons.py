@@ -34,7 +34,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from inference_plugin.install import proof
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
-from inference_plugin.install.replay import Replay, read_back
+from inference_plugin.install.replay import Copies, Replay, read_back
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.wire.geometry import Box
@@ -117,10 +117,10 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
             parameter.data.fill_(-3 if "weight" in name else -5)
     live.load_weights((n, t.clone()) for n, t in weights.items())
     targets, loaded = storage_views(other), storage_views(live)
-    Replay(plan.placements, weights, targets, plan.fills).run()
+    Replay(Copies(plan.placements, plan.fills), weights, targets).run()
     boxes = plan.needs()
     parts = {n: weights[n][_index(box)] for n, box in boxes.items()}
-    Replay(rebase(plan.placements, boxes), {n: t.contiguous() for n, t in parts.items()}, targets).run()
+    Replay(Copies(rebase(plan.placements, boxes)), {n: t.contiguous() for n, t in parts.items()}, targets).run()
     back = [torch.equal(held, weights[n][_index(box)]) for n, box, held in read_back(plan.placements, loaded)]
     return {
         "refusal": plan.refusal,

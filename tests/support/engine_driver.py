@@ -155,6 +155,7 @@ class Driver:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
+        self.must_live()
         for request in requests:
             params = SamplingParams(
                 temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=request.get("logprobs")
@@ -176,11 +177,17 @@ class Driver:
         many steps at once."""
         from vllm import PoolingParams
 
+        self.must_live()
         self.requests[name] = begun(name)
         params = PoolingParams(task="token_embed", use_activation=False)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
         for _ in range(steps):
             self.step()
+
+    def must_live(self) -> None:
+        """A dead engine takes no step any more, so a test that waited for its answers would wait for ever."""
+        if self.dead:
+            raise RuntimeError(f"this engine has died: {self.dead}")
 
     def do_wait(self, names: list[str], number: int) -> None:
         self.waiting.append((number, names))
@@ -246,7 +253,7 @@ class Driver:
     def close(self) -> None:
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
-        self.llm = None
+        self.llm, self.dead = None, ""
         self.requests.clear()
         gc.collect()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from inference_plugin.install.plan import Placement
 from inference_plugin.wire.geometry import Box, in_box

@@ -117,14 +117,15 @@ class Rig:
             layers=layers,
             control_path=self._control,
         )
-        self.card: ReplicaCard = eventually(
-            lambda: next((c for c in addresses.discover() if c.replica not in known and c.pid == self.pid), None),
-            "the replica's card",
-        )
+        self.card: ReplicaCard = eventually(lambda: self._published(known), "the replica's card")
         self.replica = self.card.replica
         connection = socket.socket(socket.AF_UNIX)
         eventually(lambda: _connects(connection, self._control), "the control socket")
         self._stream = connection.makefile("rw")
+
+    def _published(self, known: set[str]) -> ReplicaCard | None:
+        assert not gone(self.pid), "the replica ended while it started; its traceback stands above"
+        return next((c for c in addresses.discover() if c.replica not in known and c.pid == self.pid), None)
 
     def ask(self, do: str, **arguments: Any) -> Any:
         self._stream.write(json.dumps({"do": do, **arguments}) + "\n")

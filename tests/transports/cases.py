@@ -35,7 +35,7 @@ def any_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def every_kind() -> dict[str, torch.Tensor]:
-    """Every dtype, 0-d, empty, odd sizes, transposed, strided, expanded: in one manifest."""
+    """Every dtype, 0-d, empty, odd sizes, three dimensions, transposed, strided, expanded: in one manifest."""
     tensors: dict[str, torch.Tensor] = {}
     for i, dtype in enumerate(DTYPES):
         name = str(dtype).removeprefix("torch.")
@@ -44,6 +44,7 @@ def every_kind() -> dict[str, torch.Tensor]:
         tensors[f"{name}.empty"] = any_bits(dtype, 0, 4)
         tensors[f"{name}.transposed"] = any_bits(dtype, 5, 9, seed=i + 2).T
         tensors[f"{name}.strided"] = any_bits(dtype, 6, 10, seed=i + 3)[::2, 1::3]
+        tensors[f"{name}.cube"] = any_bits(dtype, 3, 5, 7, seed=i + 5)
         tensors[f"{name}.one"] = any_bits(dtype, 1, seed=i + 4)
     tensors["expanded"] = any_bits(torch.float32, 1, 5).expand(3, 5)
     return tensors
@@ -99,3 +100,18 @@ def assert_equal_bytes(held: dict[str, torch.Tensor], meant: dict[str, torch.Ten
 
 def manifest_for(tensors: dict[str, torch.Tensor]) -> Manifest:
     return manifest_of(tensors)
+
+
+def block_slices(tensors: dict[str, torch.Tensor]) -> Iterator[LocalSlice]:
+    """Columns, and these cut in two along the dimension before: of three dimensions they are boxes whose rows are not equally
+    far apart."""
+    for item in column_slices(tensors):
+        if item.tensor.dim() < 2:
+            yield item
+            continue
+        start = item.box.offsets[-2]
+        for part in item.tensor.tensor_split(2, dim=-2):
+            yield LocalSlice(
+                Box(item.box.tensor, (*item.box.offsets[:-2], start, item.box.offsets[-1]), tuple(part.shape)), part
+            )
+            start += part.shape[-2]

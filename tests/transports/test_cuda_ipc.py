@@ -226,7 +226,7 @@ def test_a_worker_packs_few_of_the_pieces_whose_rows_lie_apart_at_once(apart: in
     layout = ZoneLayout(600 * apart << 24, tuple(places)).check(manifest)
 
     def lying(manifest: Manifest, box: Box) -> list[Lying]:
-        return [Lying(each.base, each.rows, lambda memory: memory) for each in layout.landings(manifest, box)]
+        return [Lying(each, torch.bfloat16) for each in layout.landings(manifest, box)]
 
     found = KnownSpots().of(manifest, wholes, lying)
     assert max(len(each.pieces) for each in found) == at_once

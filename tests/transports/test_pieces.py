@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.devices import DEVICES
-from inference_plugin.transports.pieces import pieces_of, rows_of_pieces
+from inference_plugin.transports.pieces import in_segment, pieces_of, rows_of_pieces
+from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from tests.support.devices import LateDevice
 from tests.support.plain_engine import manifest_of
 from tests.transports.cases import any_bits
@@ -84,3 +87,17 @@ def test_pieces_of_a_slice_in_a_devices_memory_are_those_of_the_hosts(
     here, there = LocalSlice(whole, tensor), LocalSlice(whole, device.tensor(tensor))
     found = [(place, data.tobytes()) for place, data in pieces_of(manifest, there)]
     assert found == [(place, data.tobytes()) for place, data in pieces_of(manifest, here)]
+
+
+def test_where_a_piece_lies_is_nothing_that_the_garbage_collector_looks_through() -> None:
+    """A worker keeps it for every piece of an update."""
+    manifest = Manifest((TensorSpec("w", "bfloat16", (4, 6)),))
+    lying = in_segment(manifest, Box(0, (1, 2), (2, 3)))
+    gc.collect()  # which finds out that a tuple holds numbers only
+    assert not any(map(gc.is_tracked, (lying, lying.landing, lying.landing.strides, lying.rows)))
+
+
+def test_a_box_outside_of_its_tensor_lies_nowhere() -> None:
+    manifest = Manifest((TensorSpec("w", "bfloat16", (4, 6)),))
+    with pytest.raises(ManifestMismatch):
+        in_segment(manifest, Box(0, (3, 0), (2, 6)))

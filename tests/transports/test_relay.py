@@ -40,7 +40,15 @@ from inference_plugin.wire.messages import (
 )
 from tests.support.rig import eventually
 from tests.support.worker import KeepingInstaller, Worker
-from tests.transports.cases import CASES, any_bits, assert_equal_bytes, column_slices, manifest_for, whole_slices
+from tests.transports.cases import (
+    CASES,
+    any_bits,
+    assert_equal_bytes,
+    block_slices,
+    column_slices,
+    manifest_for,
+    whole_slices,
+)
 
 FAR_S = 3600.0
 CHAIN = msgspec.msgpack.encode(RelayTerms(1, 10.0))
@@ -90,7 +98,7 @@ def hop(address: str) -> Hop:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
+@pytest.mark.parametrize("slices", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_passed_on_is_installed_bit_for_bit(
     make: Callable[..., Worker], case: str, slices: Any, degree: int
@@ -119,7 +127,7 @@ def test_a_piece_of_which_a_worker_needs_a_part_goes_on_whole(make: Callable[...
         assert torch.equal(held, tensors["a"][2:6, 1:4].contiguous().view(torch.int32))
 
 
-@pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
+@pytest.mark.parametrize("slices", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
 def test_who_is_fed_late_gets_the_first_buckets_from_the_staging(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, slices: Any
 ) -> None:

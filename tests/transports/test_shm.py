@@ -38,6 +38,7 @@ from tests.transports.cases import (
     CASES,
     any_bits,
     assert_equal_bytes,
+    block_slices,
     column_slices,
     manifest_for,
     whole_slices,
@@ -71,7 +72,7 @@ def read(segment: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
     return {s.name: box_view(segment, manifest, box) for s, box in zip(manifest.tensors, wholes(manifest), strict=True)}
 
 
-@pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
+@pytest.mark.parametrize("slices", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("slices_last", [True, False], ids=["that last", "one at a time"])
 def test_what_is_written_is_read_bit_for_bit_and_passes_its_digests(

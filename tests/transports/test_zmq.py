@@ -37,6 +37,7 @@ from tests.transports.cases import (
     CASES,
     any_bits,
     assert_equal_bytes,
+    block_slices,
     column_slices,
     manifest_for,
     whole_slices,
@@ -72,7 +73,7 @@ def write(sender: ZmqSender, manifest: Manifest, slices: Any, targets: list[Targ
     return sender.write(Delivery("t", "policy", rank, manifest, b"", slices, targets, deadline_s))
 
 
-@pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
+@pytest.mark.parametrize("slices", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_sent_is_installed_bit_for_bit(
     worker: Worker, case: str, slices: Callable[[dict[str, torch.Tensor]], object]

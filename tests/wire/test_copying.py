@@ -74,6 +74,75 @@ def test_a_buffer_that_is_read_only_is_not_written(copy_rows: Callable[..., None
         copy_rows(bytes(8), 0, 8, of, 0, 8, 1, 8, True)
 
 
+TABLE_WAYS = [
+    pytest.param(copying._copy_table_by_numpy, id="numpy"),
+    pytest.param(copying.copy_table, id="C", marks=compiled),
+]
+CopyTable = Callable[[Any, list[Any], list[Any]], None]
+
+
+@pytest.mark.parametrize("copy_table", TABLE_WAYS)
+@given(data=st.data())
+def test_all_copies_of_a_table_are_made_between_the_buffers_that_they_name(copy_table: CopyTable, data: Any) -> None:
+    random = np.random.default_rng(0)
+    targets = [random.integers(0, 256, 20_000, dtype=np.uint8) for _ in range(2)]
+    sources = [random.integers(0, 256, 6000, dtype=np.uint8) for _ in range(3)]
+    expected, ends, entries = [target.copy() for target in targets], [0, 0], []
+    for _ in range(data.draw(st.integers(0, 6))):
+        rows, row_bytes = data.draw(st.integers(1, 3)), data.draw(st.one_of(st.integers(1, 200), st.integers(500, 900)))
+        to, of = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))
+        stride, apart = (row_bytes + data.draw(st.integers(0, 70)) for _ in range(2))
+        start, source_start = ends[to] + data.draw(st.integers(0, 70)), data.draw(st.integers(0, 3000))
+        ends[to] = start + rows * stride
+        entries.append((to, start, stride, of, source_start, apart, rows, row_bytes))
+        for row in range(rows):
+            at, here = start + row * stride, source_start + row * apart
+            expected[to][at : at + row_bytes] = sources[of][here : here + row_bytes]
+    copy_table(np.array(entries, dtype=copying.COPY), targets, sources)
+    assert all(map(np.array_equal, targets, expected))
+
+
+@pytest.mark.parametrize("copy_table", TABLE_WAYS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target": 1}, {"target": -1}, {"source": 2}, {"source": -1}, {"target_start": 21}, {"target_start": -1},
+        {"source_start": 1}, {"source_start": -1}, {"target_stride": 9}, {"source_stride": 9}, {"source_stride": -10},
+        {"rows": 4}, {"rows": 0}, {"rows": -1}, {"row_bytes": 0}, {"row_bytes": -1}, {"row_bytes": 11}, {"rows": 1 << 62},
+        {"target_start": (1 << 63) - 1}, {"source_stride": (1 << 63) - 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_table_with_one_copy_outside_of_its_buffers_is_refused_whole(copy_table: CopyTable, wrong: Any) -> None:
+    right = {"target": 0, "target_start": 0, "target_stride": 10, "source": 0, "source_start": 0, "source_stride": 10}
+    right |= {"rows": 3, "row_bytes": 10}
+    table = np.array([tuple(right.values()), tuple((right | wrong).values())], dtype=copying.COPY)
+    target = np.zeros(50, dtype=np.uint8)
+    with pytest.raises(ValueError, match="buffer"):
+        copy_table(table, [target], [np.ones(30, dtype=np.uint8), np.ones(5, dtype=np.uint8)])
+    assert not target.any()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("table", "targets", "sources", "error"),
+    [
+        (bytes(63), [bytearray(8)], [bytes(8)], ValueError),
+        (memoryview(bytes(72))[1:65], [bytearray(8)], [bytes(8)], ValueError),
+        (bytes(64), [bytes(8)], [bytes(8)], BufferError),
+        (bytes(64), [bytearray(8), 3], [bytes(8)], TypeError),
+        (bytes(64), [bytearray(8)], [None], TypeError),
+        (bytes(64), (bytearray(8),), [bytes(8)], TypeError),
+        (3, [bytearray(8)], [bytes(8)], TypeError),
+    ],
+)
+def test_what_is_no_table_or_no_memory_is_refused(
+    table: Any, targets: Any, sources: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        copying.copy_table(table, targets, sources)
+
+
 BOTH_WAYS = [
     pytest.param(copying._copy_rows_and_digest_by_turns, id="by turns"),
     pytest.param(copying.copy_rows_and_digest, id="at once", marks=compiled),

@@ -259,11 +259,15 @@ class ScannedSource(WeightSource):
         for name, thing in self._stream():
             names.append(name)
             things.append(thing)
-        marks = [self._mark(thing) for thing in things]
-        seen = self._seen
-        if seen is None or names != seen.names or marks != seen.marks or None in marks:
+        if (seen := self._seen) is None or names != seen.names or not self._look_as(seen.marks, things):
+            marks = [self._mark(thing) for thing in things]
             seen = self._seen = _Seen(names, marks, self._infos(names, things))
         return seen.infos
+
+    def _look_as(self, marks: list[Hashable], things: list[Any]) -> bool:
+        """Whether all things have these marks. Makes one mark at a time: tens of thousands that live at once set off
+        Python's garbage collector, which takes longer than all of this."""
+        return all(mark is not None and self._mark(thing) == mark for mark, thing in zip(marks, things, strict=True))
 
     def _scan_one_by_one(self) -> tuple[TensorInfo, ...]:
         infos: list[TensorInfo] = []

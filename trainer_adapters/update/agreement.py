@@ -103,7 +103,12 @@ def digests_of(manifest: Manifest, slices: Iterable[LocalSlice], piece_bytes: in
 def what_differs(manifest: Manifest, sent: Mapping[int, Iterable[Piece]], copies: Mapping[int, Iterable[Piece]]) -> str:
     """Names the copies that differ from the sent pieces, with ranks and digests; "" if there are none. A copy whose box was sent
     in other pieces is not compared."""
-    senders = {piece.box: (rank, piece.digest) for rank, pieces in sent.items() for piece in pieces}
+    compared = {piece.box for pieces in copies.values() for piece in pieces}
+    if not compared:
+        return ""
+    senders = {
+        piece.box: (rank, piece.digest) for rank, pieces in sent.items() for piece in pieces if piece.box in compared
+    }
     differ: dict[Box, list[str]] = {}
     for rank, pieces in copies.items():
         for piece in pieces:
