@@ -13,10 +13,10 @@ from inference_plugin.install.negotiation import agree
 from inference_plugin.install.policies import (
     CopyInstaller,
     PolicyInstaller,
-    StagedInstaller,
     StandbyInstaller,
     WayBack,
 )
+from inference_plugin.install.staged import StagedInstaller
 from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
 from inference_plugin.install.zones import zone_installer, zone_layout

@@ -6,9 +6,9 @@ What the engine does with a parameter after loading it divides the work:
 - *rebuilt*: the engine's post-processing transformed it (packed it, for example). The engine's own post-processing rebuilds
   the module on a stand-in, from the segment, and the result is moved into the live module.
 
-`CopyInstaller` writes the live parameters at the step boundary; `StagedInstaller` does so from the device's own memory.
-`StandbyInstaller` prepares a second set in the background and swaps it in. `install`, `undo` and `finish` run on the engine's
-own thread, and only they touch the live model.
+`CopyInstaller` writes the live parameters at the step boundary; `StagedInstaller` (`staged.py`) does so from the device's
+own memory. `StandbyInstaller` prepares a second set in the background and swaps it in. `install`, `undo` and `finish` run on
+the engine's own thread, and only they touch the live model.
 
 Under every policy, a module whose post-processing reduces over the ranks (`collectives`) is rebuilt at the commit.
 """
@@ -27,7 +27,7 @@ from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.collectives import Operand, Share, own_share, shares_of
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.memory import ReturningMemory, ask_for_large_pages, free_later, return_freed_memory
-from inference_plugin.install.plan import Placement, in_place
+from inference_plugin.install.plan import Placement
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Copies, Replay
 from inference_plugin.install.standby import StandbyWeights
@@ -35,7 +35,7 @@ from inference_plugin.install.trial_load import poison
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica
 from inference_plugin.wire.geometry import Box
 
-__all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "Tensors", "WayBack"]
+__all__ = ["CopyInstaller", "PolicyInstaller", "StandbyInstaller", "Tensors", "WayBack", "poisoned_like"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -219,10 +219,11 @@ class CopyInstaller(PolicyInstaller):
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
-        self._bound: dict[int, tuple[Replay, Tensors, Tensors]] = {}
+        self._bound: dict[str, dict[int, Replay]] = {}
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        _, sources, _ = self._bound_to(segment)  # so that the commit only copies
+        self._into_live(segment, self._layout.live_storages())  # so that the commit only copies
+        sources = self._sources(segment)
         self._note_operands(sources, lambda module: self._plain_of(module, sources), throttle)
         return 0
 
@@ -235,87 +236,41 @@ class CopyInstaller(PolicyInstaller):
         return copies
 
     def _put(self, segment: torch.Tensor) -> None:
-        bound = self._bound_to(segment)
+        live = self._layout.live_storages()
+        replay = self._into_live(segment, live)
         self._way_back.touched = True
-        self._write(bound)
+        self._write(replay, segment, live)
 
     def _put_back(self, previous: torch.Tensor | None) -> None:
         if previous is None:
             raise TornReplica("the previous version's bytes are gone", phase="commit")
-        self._write(self._bound_to(previous))
+        live = self._layout.live_storages()
+        self._write(self._into_live(previous, live), previous, live)
 
     def forget_segments(self) -> None:
         self._bound.clear()
 
-    def _write(self, bound: tuple[Replay, Tensors, Tensors]) -> None:
-        replay, sources, live = bound
+    def _write(self, replay: Replay, segment: torch.Tensor, live: Tensors) -> None:
         replay.run()
-        for module in self._rebuild(self._layout.rebuilt, sources, live, lambda _: None):
+        for module in self._rebuild(self._layout.rebuilt, self._sources(segment), live, lambda _: None):
             self._layout.move_in(module)
         self._layout.reset_references()
 
-    def _bound_to(self, segment: torch.Tensor) -> tuple[Replay, Tensors, Tensors]:
-        """A replay from the segment, the tensors in it, and the live storages. It is bound anew where the engine has given a
-        parameter other memory since."""
-        bound, live = self._bound.get(segment.data_ptr()), self._layout.live_storages()
-        if bound is None or {k: t.data_ptr() for k, t in bound[2].items()} != {
-            k: t.data_ptr() for k, t in live.items()
-        }:
-            while len(self._bound) >= self.KEPT:
-                self._bound.pop(next(iter(self._bound)))
-            replay, sources = self._bind_segment(segment, live)
-            bound = self._bound[segment.data_ptr()] = replay.ready(), sources, live
-        return bound
+    def _into_live(self, segment: torch.Tensor, live: Tensors) -> Replay:
+        return self._kept(
+            "live", segment.data_ptr(), live, lambda: self._bind("", self._sources(segment), live).ready()
+        )
 
-    def _bind_segment(self, segment: torch.Tensor, live: Tensors) -> tuple[Replay, Tensors]:
-        sources = self._sources(segment)
-        return self._bind("", sources, live), sources
-
-
-class StagedInstaller(CopyInstaller):
-    """`copy` for a device that has room for a second set: the bytes reach the device before the engine stops, and at the commit
-    they only move within its memory. Addresses stay."""
-
-    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
-        super().__init__(agreement, way_back)
-        self._staged: tuple[Replay, list[RebuiltModule]] | None = None
-        self._memory: dict[str, torch.Tensor] = {}
-        self._within = self._copies(in_place(self._layout.plain_placements), self._layout.own_storages())
-
-    @property
-    def holds_second_set(self) -> bool:
-        return bool(self._memory)
-
-    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        live, sources = self._layout.live_storages(), self._sources(segment)
-        if not self._memory:
-            self._memory = {key: _poisoned_like(storage) for key, storage in self._layout.own_storages().items()}
-        self._bind("", sources, self._memory).run(between=throttle)
-        modules = list(self._rebuild(self._layout.beforehand, sources, self._memory, throttle))
-        self._note_operands(sources, lambda _: self._memory, throttle)
-        self._staged = Replay(self._within, self._memory, live).ready(), modules
-        return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes
-
-    def _put(self, segment: torch.Tensor) -> None:
-        if self._staged is None:
-            raise CommitFailed("nothing was prepared for this transaction", phase="commit")
-        (replay, modules), self._staged = self._staged, None
-        at_commit = self._rebuild(self._layout.reducing, self._sources(segment), self._memory, lambda _: None)
-        self._way_back.touched = True
-        replay.run()
-        for module in (*modules, *at_commit):
-            self._layout.move_in(module, in_place=True)  # the next update is staged in the same memory
-        self._layout.reset_references()
-
-    def discard(self) -> None:
-        self._staged = None
-
-    def drop_second_set(self) -> None:
-        self._staged, self._memory = None, {}
-
-    def close(self) -> None:
-        self.drop_second_set()
-        super().close()
+    def _kept(self, kind: str, source: int, destinations: Tensors, bind: Callable[[], Replay]) -> Replay:
+        """The replay of this kind that was bound to the memory at `source` before, or a new one: for a new source, and where the
+        engine has given a parameter other memory since."""
+        kept = self._bound.setdefault(kind, {})
+        replay = kept.get(source)
+        if replay is None or not replay.writes_to(destinations):
+            while len(kept) >= self.KEPT:
+                kept.pop(next(iter(kept)))
+            replay = kept[source] = bind()
+        return replay
 
 
 class StandbyInstaller(PolicyInstaller):
@@ -361,7 +316,7 @@ class StandbyInstaller(PolicyInstaller):
         own = {} if self._spare is not None else self._layout.own_storages()
         self._check_fits(sum(t.nbytes for t in own.values()) + self._layout.rebuilt_nbytes)
         spare, self._spare = self._spare, None
-        return spare.storages if spare is not None else {key: _poisoned_like(live) for key, live in own.items()}
+        return spare.storages if spare is not None else {key: poisoned_like(live) for key, live in own.items()}
 
     def _put(self, segment: torch.Tensor) -> None:
         if self._prepared is None:
@@ -398,7 +353,8 @@ class StandbyInstaller(PolicyInstaller):
         super().close()
 
 
-def _poisoned_like(tensor: torch.Tensor) -> torch.Tensor:
+def poisoned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory for a storage, which starts as 0xFF."""
     memory = torch.empty_like(tensor)
     ask_for_large_pages(memory)
     poison(memory)

@@ -67,6 +67,12 @@ class Replay:
         self._rows = copies.rows.bound(sources, destinations) if on_host and copies.rows is not None else None
         self._steps: dict[int | None, list[_Step]] = {}
 
+    def writes_to(self, destinations: Mapping[str, Tensor]) -> bool:
+        """Whether it was bound to this memory."""
+        return {k: t.data_ptr() for k, t in self._destinations.items()} == {
+            k: t.data_ptr() for k, t in destinations.items()
+        }
+
     def run(self, *, between: Callable[[int], None] | None = None) -> None:
         """Writes everything. Calls `between(bytes_done)` between steps of about `STEP_BYTES`; without `between`, all cores of
         this process write CPU memory at once, and a device's memory is written in copies as large as they come.
@@ -90,7 +96,7 @@ class Replay:
             for part in self._rows.steps(STEP_BYTES) if in_steps else [self._rows]:
                 yield part.copy, part.nbytes
             return
-        steps = self._steps_of(STEP_BYTES if in_steps and not self._is_on_one_device else None)
+        steps = self._steps_of(self._limit_bytes(in_steps))
         copy = self._copying(steps)
         for step in steps:
             yield partial(copy, step), step.nbytes
@@ -98,10 +104,14 @@ class Replay:
     def ready(self) -> Replay:
         """Prepares `run()`, so that a commit only copies, or queues copies. Returns itself."""
         if self._rows is None:
-            for step in self._steps_of(None):
+            for step in self._steps_of(self._limit_bytes(in_steps=False)):
                 if self._is_on_one_device:
                     step.divided()
         return self
+
+    def _limit_bytes(self, in_steps: bool) -> int | None:
+        """How much is copied at once; None where that is as much as comes, because nothing is staged on the way."""
+        return None if self._is_on_one_device and not in_steps else STEP_BYTES
 
     def _first(self) -> list[Tensor]:
         """A tensor of each side; none if nothing is copied."""

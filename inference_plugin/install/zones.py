@@ -13,13 +13,12 @@ from inference_plugin.install.plan import Placement, in_place
 from inference_plugin.install.policies import (
     CopyInstaller,
     PolicyInstaller,
-    StagedInstaller,
     StandbyInstaller,
     Tensors,
     WayBack,
 )
 from inference_plugin.install.rebuilt import RebuiltModule
-from inference_plugin.install.replay import Replay
+from inference_plugin.install.staged import StagedInstaller
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.wire.errors import TransportUnavailable, first_few
 from inference_plugin.wire.manifest import DTYPE_BYTES, aligned
@@ -112,12 +111,11 @@ class ZoneCopyInstaller(CopyInstaller):
     def holds_second_set(self) -> bool:
         return True
 
-    def _bind_segment(self, segment: torch.Tensor, live: Tensors) -> tuple[Replay, Tensors]:
-        zone = {
+    def _sources(self, segment: torch.Tensor) -> Tensors:
+        return {
             key: segment.narrow(0, span.start, span.end - span.start).view(span.dtype)
             for key, span in self._spans.items()
         }
-        return self._bind("", zone, live), {}
 
     def _reading(self, placements: list[Placement]) -> list[Placement]:
         return in_place(placements)

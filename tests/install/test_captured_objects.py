@@ -15,7 +15,8 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.negotiation import agree
-from inference_plugin.install.policies import PolicyInstaller, StagedInstaller, WayBack
+from inference_plugin.install.policies import PolicyInstaller, WayBack
+from inference_plugin.install.staged import StagedInstaller
 from inference_plugin.wire.errors import EngineUnsupported
 from tests.install.installing import segment_of
 from tests.support.plain_engine import manifest_of

@@ -5,7 +5,7 @@ The device is `LateDevice`; each wait is left out once, to show that the test fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,8 +17,9 @@ from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.negotiation import agree
 from inference_plugin.install.plan import Placement
-from inference_plugin.install.policies import StagedInstaller, WayBack
+from inference_plugin.install.policies import WayBack
 from inference_plugin.install.replay import Copies, Replay
+from inference_plugin.install.staged import StagedInstaller
 from inference_plugin.install.trial_load import loaded, poison
 from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
@@ -106,6 +107,27 @@ def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
     device.drain(NOWHERE)
     assert torch.equal(flat.held[: 40 * 16].view(40, 16), origin[:, 8:24])
     assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)
+
+
+@pytest.mark.parametrize("between", [None, lambda _: None], ids=["at once", "in steps"])
+def test_many_copies_to_a_device_pass_through_the_page_locked_memory_of_one_step(
+    monkeypatch: pytest.MonkeyPatch, between: Callable[[int], None] | None
+) -> None:
+    device, asked = LateDevice(), []
+    made = device.host_memory
+    monkeypatch.setattr(device, "host_memory", lambda nbytes: asked.append(nbytes) or made(nbytes))
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    monkeypatch.setattr(replay, "STEP_BYTES", 1000)
+    origin = any_bits(torch.bfloat16, 40, 100)
+    rows = [
+        Placement(Region("w", 100 * i, (100,), (1,)), Region("p", 100 * i, (100,), (1,)), torch.bfloat16, (40, 100))
+        for i in range(40)
+    ]
+    flat = device.tensor(torch.zeros(4000, dtype=torch.bfloat16))
+    Replay(Copies(rows), {"w": origin}, {"p": flat}).ready().run(between=between)
+    device.drain(NOWHERE)
+    assert torch.equal(bytes_view(flat.held), bytes_view(origin).reshape(-1))
+    assert asked and max(asked) < 3000
 
 
 def test_large_small_and_turned_copies_within_a_device_are_made_in_the_order_of_the_plan(
