@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
@@ -46,8 +47,7 @@ class TensorInfo(NamedTuple):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, gc=False):
     """A box of a trainer's tensor that is a checkpoint tensor, or a box of one.
 
     `offsets`, `sizes`: the box in the trainer's tensor. `dims`: for each dimension of the checkpoint tensor, the trainer's; in
@@ -86,8 +86,7 @@ class Plan:
     targets: Mapping[str, tuple[Target, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShard(msgspec.Struct, frozen=True, gc=False):
     """A box of a trainer's tensor that a rank holds.
 
     `at`: where the box begins in the rank's memory: an index per dimension, or a single index if that memory is 1-D and the box
@@ -99,8 +98,7 @@ class LocalShard:
     at: Dims
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSlice:
+class PlannedSlice(msgspec.Struct, frozen=True, gc=False):
     """`box` of the manifest, which lies `inside` a shard. `sizes`: its sizes in the trainer's dimensions. `dims`: for each
     dimension of the box, the trainer's."""
 
