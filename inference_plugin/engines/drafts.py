@@ -9,17 +9,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torch import nn
 
 from inference_plugin.engines.live_model import LiveModel, with_children
 from inference_plugin.engines.skeleton import Skeleton
+from inference_plugin.engines.together import TogetherModel
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
 
-__all__ = ["NoDraft", "skeleton_without", "updatable", "without_modules"]
+__all__ = ["DraftModel", "HasDraft", "NoDraft", "skeleton_without", "without_modules"]
 
-Draft = TypeVar("Draft", bound=LiveModel)
+
+class DraftModel(LiveModel):
+    """`install.contract.EngineModel` of the draft model, as far as it is alike on all engines."""
+
+    prefix = DRAFT_NAMES
+    told = f"the draft model is not part of this group: group {DRAFT!r} updates it, or names that begin with {DRAFT_NAMES!r}"
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,43 @@ class NoDraft:
         return f"the draft model keeps its old weights: {self.why}"
 
 
-def updatable(draft: Draft | NoDraft, ranks: int) -> Draft:
-    """The draft, of a replica of `ranks` ranks. Raises `EngineUnsupported` where it can't be updated."""
-    if isinstance(draft, NoDraft):
-        hint = "restart the engine with the new draft, or keep the old one"
-        raise EngineUnsupported(draft.why, hint=hint, phase="open")
-    draft.ranks = ranks
-    return draft
+class HasDraft(LiveModel):
+    """The served model of an engine that may decode speculatively, as far as it is alike on all engines."""
+
+    draft: DraftModel | NoDraft | None = None
+    """None where the engine drafts without weights, or not at all."""
+    _together: TogetherModel | None = None
+
+    def note_draft(self, draft: DraftModel | NoDraft | None) -> None:
+        """The engine has this draft model beside the served one."""
+        self.draft = draft
+        if draft is not None:
+            self.leaves_out = draft.told
+
+    def draft_model(self) -> LiveModel:
+        """The draft. Raises `EngineUnsupported` where there is none, or it can't be updated."""
+        if self.draft is None:
+            return super().draft_model()
+        if isinstance(self.draft, NoDraft):
+            hint = "restart the engine with the new draft, or keep the old one"
+            raise EngineUnsupported(self.draft.why, hint=hint, phase="open")
+        self.draft.ranks = self.ranks
+        return self.draft
+
+    def for_names(self, names: Collection[str]) -> LiveModel:
+        """With the draft, if the group sends tensors of it too."""
+        if self.draft is None or not any(name.startswith(DRAFT_NAMES) for name in names):
+            return self
+        draft = self.draft_model()
+        if (why := self.why_apart()) is not None:
+            raise EngineUnsupported(why, hint=f"update the draft as group {DRAFT!r}", phase="open")
+        if self._together is None:
+            self._together = TogetherModel(self, draft)
+        return self._together
+
+    def why_apart(self) -> str | None:
+        """Why one commit can't take the draft together with the served model; None if it can."""
+        return None
 
 
 def skeleton_without(skeleton: Skeleton, names: Collection[str]) -> Skeleton:

@@ -18,7 +18,7 @@ from torch import nn
 
 from inference_plugin.devices import device_of
 from inference_plugin.install.adapter import AdapterInstaller
-from inference_plugin.install.contract import AdapterSlots, EngineModel, Installer
+from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.graph import Boundary, Path, tensors_under
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
@@ -85,6 +85,7 @@ class LiveModel:
         }
         self.lock = threading.Lock()
         self.updated: set[str] = set()
+        """Storages, by key, that an update has written since the engine started."""
         self._stepping = False
         self._stepped_at_s = -math.inf
 
@@ -115,7 +116,7 @@ class LiveModel:
         """Which cache outside the engine keeps what the old weights computed, after an update too; None if there is none."""
         return None
 
-    def draft_model(self) -> EngineModel:
+    def draft_model(self) -> LiveModel:
         """The draft model of an engine that decodes speculatively. Raises `EngineUnsupported` where none can be updated."""
         raise EngineUnsupported(
             f"group {DRAFT!r} is the draft model of speculative decoding, and this engine has none that can be updated",
@@ -123,8 +124,14 @@ class LiveModel:
             phase="open",
         )
 
-    def for_names(self, names: Collection[str]) -> EngineModel:
+    def for_names(self, names: Collection[str]) -> LiveModel:
         return self
+
+    def note_updated(self, keys: Iterable[str]) -> None:
+        self.updated.update(keys)
+
+    def was_updated(self, key: str) -> bool:
+        return key in self.updated
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}

@@ -95,9 +95,11 @@ class EngineModel(Protocol):
     def leaves_out(self) -> str:
         """In words, other weights that the engine computes with and that an update of this model doesn't change; "" if none."""
 
-    @property
-    def updated(self) -> set[str]:
-        """Storages, by key, that an update has written since the engine started; installers add to it."""
+    def note_updated(self, keys: Iterable[str]) -> None:
+        """An update writes these storages."""
+
+    def was_updated(self, key: str) -> bool:
+        """Whether an update has written this storage since the engine started."""
 
     @property
     def boundary(self) -> Boundary:

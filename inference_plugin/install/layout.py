@@ -154,7 +154,7 @@ class LiveLayout:
     def leaves(self, parameter: str) -> bool:
         """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it."""
         key = self._key_of[parameter]
-        return key in self._plain and key not in self.written and key not in self._model.updated
+        return key in self._plain and key not in self.written and not self._model.was_updated(key)
 
     def halved(self) -> list[str]:
         """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""

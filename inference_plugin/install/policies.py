@@ -95,7 +95,7 @@ class PolicyInstaller(abc.ABC):
     def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
         self._way_back.shares_before, self._way_back.shares = self._way_back.shares, shares_of(shares)
         self._drain()  # steps that the engine has queued still read the old weights
-        self._model.updated.update(self._layout.written)
+        self._model.note_updated(self._layout.written)
         self._put(segment)
         self._drain()  # the segment may be written again from here on
 

@@ -144,7 +144,7 @@ class StreamingInstaller(PolicyInstaller):
         self._layout.look_at_references()
         self._layout.check_references()
         self._drain()
-        self._model.updated.update(self._layout.written)
+        self._model.note_updated(self._layout.written)
         self._way_back.touched = True
         self._peak_bytes = 0
         self._passing = passing = _Passing(self._layout.live_storages(), dict(self._elements))

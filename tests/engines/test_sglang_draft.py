@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_draft import LAYER, eagle_head, with_next_token_layer
+from tests.engines.test_vllm_draft import LAYER, Weights, eagle_head, together, with_next_token_layer
+from tests.engines.test_vllm_faults import PLUGIN
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
 from tests.support.checkpoints import make_llama
 from tests.support.families import FAMILIES, make_versions
@@ -35,8 +36,13 @@ CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_n
 POLICIES = ("standby", "copy", "streaming")
 
 
-def started(runtime: Path, tp: int = 1) -> SglangDriver:
-    return SglangDriver(runtime, tp=tp, **{VARIABLE: "overlap"})
+def started(runtime: Path, tp: int = 1, faults: Path | None = None) -> SglangDriver:
+    """`faults`: the file that orders installations to fail."""
+    failing = {}
+    if faults is not None:
+        faults.write_text("[]")
+        failing = {"WEIGHTWIRE_PLUGINS": PLUGIN, "WEIGHTWIRE_TEST_FAULTS": str(faults)}
+    return SglangDriver(runtime, tp=tp, **{VARIABLE: "overlap"}, **failing)
 
 
 def standalone(draft: Path) -> dict[str, Any]:
@@ -54,6 +60,11 @@ def accepted(driver: SglangDriver, expected: list[list[int]]) -> list[list[int]]
 def state(driver: SglangDriver, directory: Path) -> dict[str, str]:
     (found,) = driver.call("draft", directory=str(directory))
     return dict(found)
+
+
+def as_draft(tensors: Weights) -> Weights:
+    """Under their names in a group of the served model and its draft."""
+    return {f"draft.{name}": tensor for name, tensor in tensors.items()}
 
 
 def managers(**options: Any) -> Iterator[SyncManager]:
@@ -85,6 +96,66 @@ def test_served_model_and_draft_are_updated_apart(
                     assert draft.verify(ModuleAdapter(weights(target))).ok
                     assert not draft.verify(ModuleAdapter(weights(a if target == b else b))).ok
                     assert set(driver.generate(PROMPTS[:1], COUNT)[0]["versions"]) == {str(version)}
+
+
+@pytest.mark.parametrize(("tp", "installs"), [(1, POLICIES), (2, POLICIES[:2])], ids=["tp1", "tp2"])
+def test_one_commit_takes_the_served_model_and_its_draft_together(
+    runtime: Path, checkpoint: Checkpoint, tmp_path: Path, tp: int, installs: tuple[str, ...]
+) -> None:
+    a, b = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    rejected, version = [[COUNT - 1]] * len(PROMPTS), 0
+    (tmp_path / "state").mkdir()
+
+    def drafts(driver: SglangDriver) -> list[dict[str, str]]:
+        return list(driver.call("draft", directory=str(tmp_path / "state")))
+
+    with started(runtime, tp, faults := tmp_path / "faults") as driver:
+        driver.open(a, **standalone(a))
+        own, fresh = {a: accepted(driver, reference(a))}, drafts(driver)
+        with SyncManager("draft", timeout_s=60) as draft, SyncManager(timeout_s=60) as both:
+            draft.update(ModuleAdapter(weights(a)), 1)
+            with pytest.raises(ManifestMismatch, match="group 'draft' writes already: draft"):
+                both.update(together(b, b), 1)
+            draft.close_group()
+            norm = weights(b)["model.norm.weight"]
+            whole = {**weights(b), **as_draft(weights(b))}
+            with pytest.raises(ManifestMismatch, match="no tensor of the manifest fills these parameters: draft"):
+                both.update(ModuleAdapter({**weights(b), "draft.model.norm.weight": norm}), 1)
+            with pytest.raises(ManifestMismatch, match=r"draft\.no\.such\.weight"):
+                both.update(ModuleAdapter({**whole, "draft.no.such.weight": norm}), 1)
+        for install in installs:
+            with SyncManager(install=install, timeout_s=60) as both:  # type: ignore[arg-type]
+                for model, its_draft in ((b, b), (b, a), (a, a)):
+                    version += 1
+                    (report,) = both.update(together(model, its_draft), version).replicas
+                    assert (report.status, report.mechanism, report.install) == ("committed", "plan", install)
+                    assert "'draft'" not in report.why
+                    taken = accepted(driver, reference(model))
+                    assert (taken == rejected) == (model != its_draft), (install, model, its_draft)
+                    if model == its_draft:
+                        assert own.setdefault(model, taken) == taken
+                    assert both.verify(together(model, its_draft)).ok
+                    assert not both.verify(together(model, a if its_draft == b else b)).ok
+                    assert set(driver.generate(PROMPTS[:1], COUNT)[0]["versions"]) == {str(version)}
+                assert [differences(*one) for one in zip(drafts(driver), fresh, strict=True)] == [[]] * tp
+                if install != "streaming":
+                    faults.write_text(json.dumps([{"rank": tp - 1, "step": "install", "when": "after"}]))
+                    with pytest.raises(WeightwireError, match="planned fault"):
+                        both.update(together(b, b), version + 1)
+                    faults.write_text("[]")
+                    assert accepted(driver, reference(a)) == own[a] and both.verify(together(a, a)).ok
+        with SyncManager(partial=True, timeout_s=60) as part:
+            some = {name: t for name, t in weights(b).items() if "layers.1." in name}
+            part.update(ModuleAdapter({**some, **as_draft(some)}), version + 1)
+            mixed = ModuleAdapter({**weights(a), **some})
+            changed = [differences(*one) for one in zip(drafts(driver), fresh, strict=True)]
+            assert all(found and all("layers.1." in name for name in found) for found in changed)
+            part.close_group()
+        with SyncManager("draft", timeout_s=60) as draft, SyncManager("served", timeout_s=60) as served:
+            (report,) = served.update(mixed, 1).replicas
+            assert "names that begin with 'draft.'" in report.why
+            draft.update(mixed, 1)
+            assert served.verify(mixed).ok and draft.verify(mixed).ok
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
@@ -151,6 +222,17 @@ def test_an_eagle_head_is_updated_without_what_it_shares_with_the_served_model_w
                         shared = weights(models[1])[name if name in weights(models[1]) else f"model.{name}"]
                         with pytest.raises(ManifestMismatch, match=name):
                             draft.update(ModuleAdapter({**weights(heads[1]), name: shared}), 100)
+                    draft.close_group()
+                    head = {**weights(heads[1]), "lm_head.weight": shared}
+                    with pytest.raises(ManifestMismatch, match=r"draft\.lm_head\.weight"):
+                        served.update(ModuleAdapter({**weights(models[1]), **as_draft(head)}), 100)
+                    for which in (1, 0):
+                        version += 1
+                        (report,) = served.update(together(models[which], heads[which]), version).replicas
+                        assert (report.mechanism, report.install) == ("plan", install)
+                        assert differences(state(driver, tmp_path), fresh[models[which]]) == []
+                        assert served.verify(together(models[which], heads[which])).ok
+                        assert driver.tokens(PROMPTS, COUNT) == reference(models[which])
             with SyncManager(timeout_s=60) as served:
                 assert set(served.versions().values()) == {version}
                 driver.rpc("begin_weight_update", "draft")  # SGLang's own, which may write the shared embedding
@@ -215,7 +297,7 @@ def test_a_layer_for_multi_token_prediction_is_updated_as_the_draft_of_the_model
     fresh, says = {}, {}
     (tmp_path / "state").mkdir()
     for model in (b, a):
-        with started(runtime) as driver:
+        with started(runtime, faults=(faults := tmp_path / "faults")) as driver:
             driver.open(model, speculative_algorithm="NEXTN", **CHAIN, **FAMILIES[family].sglang)
             says[model], fresh[model] = driver.tokens(PROMPTS, COUNT), state(driver, tmp_path / "state")
             if model == b:
@@ -235,3 +317,26 @@ def test_a_layer_for_multi_token_prediction_is_updated_as_the_draft_of_the_model
                         assert driver.tokens(PROMPTS, COUNT) == says[target]
                         assert differences(state(driver, tmp_path / "state"), fresh[target]) == []
                         assert draft.verify(ModuleAdapter(layer)).ok
+                    draft.close_group()
+                    for target in (b, a):
+                        version += 1
+                        (report,) = served.update(with_layer_as_draft(target), version).replicas
+                        assert (report.status, report.mechanism, report.install) == ("committed", "plan", install)
+                        assert "'draft'" not in report.why
+                        assert driver.tokens(PROMPTS, COUNT) == says[target]
+                        assert differences(state(driver, tmp_path / "state"), fresh[target]) == []
+                        assert served.verify(with_layer_as_draft(target)).ok
+                    if install == "copy" and family == "deepseek_v3":  # of two layers and that of the draft
+                        faults.write_text(json.dumps([{"rank": 0, "step": "post-process", "when": 2}]))
+                        with pytest.raises(WeightwireError, match="planned fault: post-process"):
+                            served.update(with_layer_as_draft(b), version + 1)
+                        assert driver.tokens(PROMPTS, COUNT) == says[a]
+                        assert differences(state(driver, tmp_path / "state"), fresh[a]) == []
+                        assert served.verify(with_layer_as_draft(a)).ok
+
+
+def with_layer_as_draft(model: Path) -> ModuleAdapter:
+    """A source of the served model, and of its layer for multi-token prediction as the draft."""
+    layer = {name: t for name, t in weights(model).items() if name.startswith(LAYER)}
+    served = {name: t for name, t in weights(model).items() if name not in layer}
+    return ModuleAdapter({**served, **as_draft(layer)})

@@ -259,7 +259,7 @@ for name, kept in (("mask", False), ("scale", False), ("cos_sin_cache", False), 
 model = torch.nn.Module()
 model.layer = layer
 served = object.__new__(ServedModel)
-served.live, served._draft = model, NoDraft("it is of another kind")
+served.live, served.draft = model, NoDraft("it is of another kind")
 print(served.lost_by_a_reset(["mas"]))
 print(SglangModel.lost_by_a_reset(SimpleNamespace(live=model), ["mas"]))
 """

@@ -14,6 +14,7 @@ from torch import nn
 from inference_plugin.engines import live_model as live
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import Skeleton
+from inference_plugin.engines.together import TogetherModel
 
 
 def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,6 @@ def test_a_step_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free_memory() -> None:
     from inference_plugin.engines.vllm.model import VllmModel
-    from inference_plugin.engines.vllm.together import TogetherModel
 
     settings = SimpleNamespace(dtype=torch.float32, enforce_eager=True, enable_sleep_mode=False)
     served, draft = (
@@ -165,7 +165,7 @@ def test_sglang_sleeps_on_level_2_unless_the_weights_of_a_draft_would_be_gone(
 
     saver = SimpleNamespace(memory_saver_adapter=SimpleNamespace(enabled=True))
     flags = SimpleNamespace(enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=of_draft)
-    model: Any = SimpleNamespace(_updater=saver, _arguments=flags, _draft=object() if drafts else None)
+    model: Any = SimpleNamespace(_updater=saver, _arguments=flags, draft=object() if drafts else None)
     assert (ServedModel.why_no_sleep(model, 2) is None) == sleeps
     assert (ServedModel.why_no_sleep(model, 1) is None) == backup
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference_plugin.engines.drafts import NoDraft, updatable
+from inference_plugin.engines.drafts import HasDraft, NoDraft
 from inference_plugin.engines.sglang import api
 from inference_plugin.engines.sglang.draft import borrowed, draft_of, drafting_models, holds_views
 from inference_plugin.net.records import GroupRecord, ReplicaRecord
@@ -52,8 +52,14 @@ def test_a_draft_of_an_unknown_kind_keeps_its_weights_and_the_group_is_refused_w
     none: Any = SimpleNamespace(draft_worker=SimpleNamespace(draft_worker=None))  # as drafting by n-grams
     assert drafting_models(none) == [] and draft_of(none) is None
     assert drafting_models(SimpleNamespace(draft_worker=None)) == []
-    with pytest.raises(EngineUnsupported, match="nobody knows"):
-        updatable(NoDraft("nobody knows"), 1)
+    served = HasDraft(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
+    with pytest.raises(EngineUnsupported, match="none that can be updated"):
+        served.draft_model()
+    served.note_draft(NoDraft("nobody knows"))
+    assert served.for_names(["weight"]) is served and "nobody knows" in served.leaves_out
+    for ask in (served.draft_model, lambda: served.for_names(["weight", "draft.weight"])):
+        with pytest.raises(EngineUnsupported, match="nobody knows"):
+            ask()
 
 
 class OfAPlugIn:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference_plugin.engines.drafts import NoDraft, skeleton_without, without_modules
+from inference_plugin.engines.drafts import DraftModel, NoDraft, skeleton_without, without_modules
 from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
+from inference_plugin.wire.groups import DRAFT
 
-__all__ = ["DraftModel", "borrowed", "draft_of", "drafting_models", "holds_views"]
+__all__ = ["SglangDraft", "borrowed", "draft_of", "drafting_models", "holds_views"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -27,13 +27,11 @@ _KNOWN = {
 draft model of its own."""
 
 
-class DraftModel(SglangModel):
+class SglangDraft(DraftModel, SglangModel):
     """`install.contract.EngineModel` of the draft model."""
 
-    prefix = DRAFT_NAMES
     placeholders = frozenset({"StagePlan"})
     """It keeps the norm that a head of EAGLE removes from its first layer, and does not apply it."""
-    told = f"the draft model is not part of this group: group {DRAFT!r} updates it"
 
 
 def drafting_models(scheduler: Any) -> list[nn.Module]:
@@ -45,7 +43,7 @@ def drafting_models(scheduler: Any) -> list[nn.Module]:
     return [runner.model for runner in runners]
 
 
-def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
+def draft_of(scheduler: Any) -> SglangDraft | NoDraft | None:
     """The scheduler's draft model; None where it drafts without weights, or not at all."""
     try:
         worker = scheduler.draft_worker
@@ -58,7 +56,7 @@ def draft_of(scheduler: Any) -> DraftModel | NoDraft | None:
         with _as_built():
             skeleton = skeleton_of(runner)
         live = without_modules(runner.model, names)
-        draft = DraftModel(scheduler, runner, live, skeleton_without(skeleton, names))
+        draft = SglangDraft(scheduler, runner, live, skeleton_without(skeleton, names))
         logger.info("weightwire: group %r updates the draft model, a %s", DRAFT, type(runner.model).__name__)
         return draft
     except Exception as error:  # noqa: BLE001 -- whatever it is, the served model can be updated

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from inference_plugin.engines.drafts import NoDraft, updatable
+from inference_plugin.engines.drafts import HasDraft
 from inference_plugin.engines.live_model import without_wrappers
 from inference_plugin.engines.monkeypatch import contained
-from inference_plugin.engines.sglang.draft import DraftModel, borrowed, draft_of, drafting_models, holds_views
+from inference_plugin.engines.sglang.draft import SglangDraft, borrowed, draft_of, drafting_models, holds_views
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
-from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["ServedModel"]
@@ -22,7 +21,7 @@ __all__ = ["ServedModel"]
 logger = logging.getLogger("sglang.weightwire")
 
 
-class ServedModel(SglangModel):
+class ServedModel(HasDraft, SglangModel):
     """`install.contract.EngineModel` of what one rank serves."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -39,24 +38,19 @@ class ServedModel(SglangModel):
         with contained("looking at the models that draft", logger):  # a plug-in of SGLang's may draft by anything
             self.drafts = drafting_models(scheduler)
             self.fixed_addresses |= any(holds_views(draft, self.live) for draft in self.drafts)
-        self._draft = draft_of(scheduler)
-        if self._draft is not None:
-            self.leaves_out = self._draft.told
-
-    def draft_model(self) -> EngineModel:
-        return super().draft_model() if self._draft is None else updatable(self._draft, self.ranks)
+        self.note_draft(draft_of(scheduler))
 
     def versions_hang_on(self, draft: nn.Module) -> bool:
         """Whether somebody who loads weights into the draft writes weights of which a group has a version."""
-        if isinstance(self._draft, DraftModel) and self._draft.updated:
+        if isinstance(self.draft, SglangDraft) and self.draft.updated:
             return True
         return bool(borrowed(draft, self.live))
 
     def lost_by_a_reset(self, spared: Collection[str]) -> list[str]:
         lost = super().lost_by_a_reset(spared)
-        if isinstance(self._draft, NoDraft):
-            return [*lost, "the draft model"]
-        return lost if self._draft is None else [*lost, *self._draft.lost_by_a_reset(spared)]
+        if isinstance(self.draft, SglangDraft):
+            return [*lost, *self.draft.lost_by_a_reset(spared)]
+        return lost if self.draft is None else [*lost, "the draft model"]
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         if not self._updater.memory_saver_adapter.enabled:
@@ -65,7 +59,7 @@ class ServedModel(SglangModel):
             return None
         if level == 1:
             return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
-        if self._draft is not None and not self._arguments.enable_draft_weights_cpu_backup:
+        if self.draft is not None and not self._arguments.enable_draft_weights_cpu_backup:
             return (
                 "without --enable-draft-weights-cpu-backup, level 2 discards the weights of the draft model too, which an update "
                 "of the served model does not bring back"

@@ -9,24 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference_plugin.engines.drafts import NoDraft, skeleton_without, without_modules
+from inference_plugin.engines.drafts import DraftModel, NoDraft, skeleton_without, without_modules
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
+from inference_plugin.wire.groups import DRAFT
 
-__all__ = ["DraftModel", "draft_of"]
+__all__ = ["VllmDraft", "draft_of"]
 
 logger = logging.getLogger(__name__)
 
 
-class DraftModel(VllmModel):
+class VllmDraft(DraftModel, VllmModel):
     """`install.contract.EngineModel` of the draft model."""
 
-    prefix = DRAFT_NAMES
-    told = f"the draft model is not part of this group: group {DRAFT!r} updates it, or names that begin with {DRAFT_NAMES!r}"
 
-
-def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
+def draft_of(worker: Any, served: nn.Module) -> VllmDraft | NoDraft | None:
     """The worker's draft model; None where it drafts without weights, or not at all. `served`: the served model."""
     runner: Any = worker.model_runner
     if not hasattr(runner, "get_draft_model"):  # before 0.26
@@ -47,7 +44,7 @@ def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
         return NoDraft(WeightwireError.wrap(error).message)
 
 
-def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module) -> DraftModel:
+def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module) -> VllmDraft:
     from vllm.config import set_current_vllm_config
 
     own_config, prefix = _MADE[_kind(proposer)]
@@ -59,7 +56,7 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     borrowed = {*_borrowed(live, served), *_borrowed(live, with_adapters)}
     device = torch.device(worker.device)
     own = without_modules(live, borrowed)
-    draft = DraftModel(own, device, config, model_config, skeleton_without(skeleton, borrowed))
+    draft = VllmDraft(own, device, config, model_config, skeleton_without(skeleton, borrowed))
     draft.note_graphs(worker.vllm_config)
     return draft
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from inference_plugin.engines.drafts import updatable
+from inference_plugin.engines.drafts import HasDraft
 from inference_plugin.engines.live_model import without_wrappers
-from inference_plugin.engines.vllm.draft import draft_of
+from inference_plugin.engines.vllm.draft import VllmDraft, draft_of
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
 from inference_plugin.engines.vllm.outside_caches import keeps_queries, why_stale
-from inference_plugin.engines.vllm.together import TogetherModel
-from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.errors import EngineUnsupported
-from inference_plugin.wire.groups import DRAFT_NAMES
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["ServedModel"]
 
 
-class ServedModel(VllmModel):
+class ServedModel(HasDraft, VllmModel):
     """`install.contract.EngineModel` of what one worker serves."""
 
     def __init__(self, worker: Any) -> None:
@@ -37,10 +33,7 @@ class ServedModel(VllmModel):
             self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
         model_config = config.model_config
         super().__init__(live, torch.device(worker.device), config, model_config, skeleton_of(config, model_config))
-        self._draft = draft_of(worker, live)
-        self._together: TogetherModel | None = None
-        if self._draft is not None:
-            self.leaves_out = self._draft.told
+        self.note_draft(draft_of(worker, live))
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
@@ -60,23 +53,17 @@ class ServedModel(VllmModel):
                 phase="open",
             )
 
-    def draft_model(self) -> EngineModel:
-        return super().draft_model() if self._draft is None else updatable(self._draft, self.ranks)
-
-    def for_names(self, names: Collection[str]) -> EngineModel:
-        """With the draft, if the group sends tensors of it too."""
-        if self._draft is None or not any(name.startswith(DRAFT_NAMES) for name in names):
-            return self
-        draft = self.draft_model()
-        assert isinstance(draft, VllmModel)
-        if self._together is None:
-            self._together = TogetherModel(self, draft)
-        return self._together
+    def why_apart(self) -> str | None:
+        """vLLM post-processes in one dtype."""
+        serves_in = self.model_config.dtype
+        if isinstance(self.draft, VllmDraft) and (drafts_in := self.draft.model_config.dtype) != serves_in:
+            return f"the draft computes in {drafts_in}, the served model in {serves_in}"
+        return None
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         if not self.model_config.enable_sleep_mode:
             return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
-        if level == 2 and self._draft is not None:
+        if level == 2 and self.draft is not None:
             return "level 2 discards the weights of the draft model too, which an update of the served model does not bring back"
         return None
 

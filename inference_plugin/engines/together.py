@@ -6,14 +6,13 @@ One plan, one transaction and one commit then replace both. Nothing is copied: t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from inference_plugin.engines.live_model import with_children
-from inference_plugin.engines.skeleton import Skeleton
-from inference_plugin.engines.vllm.model import VllmModel
+from inference_plugin.engines.live_model import LiveModel, with_children
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import DRAFT_NAMES
 
@@ -22,31 +21,37 @@ __all__ = ["TogetherModel"]
 _CHILD = DRAFT_NAMES.removesuffix(".")
 
 
-class TogetherModel(VllmModel):
-    """`install.contract.EngineModel` of a served model and its draft."""
+class TogetherModel(LiveModel):
+    """`install.contract.EngineModel` of a served model and its draft. Both are of one engine: it post-processes modules of either
+    in the same way."""
 
-    def __init__(self, served: VllmModel, draft: VllmModel) -> None:
+    def __init__(self, served: LiveModel, draft: LiveModel) -> None:
         """Raises `EngineUnsupported` where one of the two can't be told from the other."""
         self._served, self._draft = served, draft
         if _CHILD in served.live._modules:
             raise EngineUnsupported(f"the served model has a module {_CHILD!r} of its own", phase="open")
-        if (drafts_in := draft.model_config.dtype) != (serves_in := served.model_config.dtype):
-            raise EngineUnsupported(
-                f"the draft computes in {drafts_in}, the served model in {serves_in}",
-                hint=f"update the draft as group {_CHILD!r}",
-                phase="open",
-            )
-        skeleton = Skeleton(_joint(served.skeleton, draft.skeleton), {**served.constants, **_prefixed(draft.constants)})
+        self.boundary, self.reads_finished = served.boundary, served.reads_finished
+        self.runtime_state = served.runtime_state | draft.runtime_state
+        self.derived_caches = served.derived_caches | draft.derived_caches
+        self.cache_scales = served.cache_scales | draft.cache_scales
+        self.placeholders = served.placeholders | draft.placeholders
+        constants = {**served.constants, **_prefixed(draft.constants)}
         super().__init__(
-            _joint(served.live, draft.live), served.device, served.engine_config, served.model_config, skeleton
+            _joint(served.live, draft.live), served.device, _joint(served.skeleton, draft.skeleton), constants
         )
         drafts = {f"{_CHILD}.{name}" if name else _CHILD: paths for name, paths in draft.constructed.items()}
         self.constructed = {**served.constructed, **drafts}
-        self.fixed_addresses, self.captures_graphs = served.fixed_addresses, served.captures_graphs
+        self.fixed_addresses = served.fixed_addresses or draft.fixed_addresses
+        self.captures_graphs = served.captures_graphs or draft.captures_graphs
         self.ranks = served.ranks
         self.lock = _Both(served.lock, draft.lock)  # type: ignore[assignment]
-        self.updated = served.updated
-        self.updated.update(_prefixed(dict.fromkeys(draft.updated)))
+
+    def note_updated(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self._draft if key.startswith(DRAFT_NAMES) else self._served).note_updated([_own(key)])
+
+    def was_updated(self, key: str) -> bool:
+        return (self._draft if key.startswith(DRAFT_NAMES) else self._served).was_updated(_own(key))
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {**self._served.checkpoint(), **_prefixed(self._draft.checkpoint())}
@@ -55,7 +60,7 @@ class TogetherModel(VllmModel):
         """On the two skeletons, whose modules are those of `model`."""
         own: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
         for name, tensor in tensors:
-            own[name.startswith(DRAFT_NAMES)].append((name.removeprefix(DRAFT_NAMES), tensor))
+            own[name.startswith(DRAFT_NAMES)].append((_own(name), tensor))
         loaded = self._served.load_weights(self._served.skeleton, iter(own[False]))
         self._draft.load_weights(self._draft.skeleton, iter(own[True]))
         return loaded
@@ -66,8 +71,26 @@ class TogetherModel(VllmModel):
     def expert_places(self) -> str:
         return self._served.expert_places() + self._draft.expert_places()
 
+    def derive_in_place(self) -> None:
+        self._served.derive_in_place()
+        self._draft.derive_in_place()
+
     def unfinishable(self) -> str | None:
         return self._served.unfinishable() or self._draft.unfinishable()
+
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        return self._served.reads(module)
+
+    def pads(self, module: nn.Module) -> bool:
+        return self._served.pads(module)
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        return self._served.read_rebuilt(module, parameter, shape, dtype)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._served.computing()
 
 
 class _Both:
@@ -88,6 +111,11 @@ class _Both:
 def _joint(served: nn.Module, draft: nn.Module) -> nn.Module:
     """The served model with its draft as one more child."""
     return with_children(served, {**served._modules, _CHILD: draft})
+
+
+def _own(name: str) -> str:
+    """The name in the model that it belongs to."""
+    return name.removeprefix(DRAFT_NAMES)
 
 
 def _prefixed(found: Mapping[str, Any]) -> dict[str, Any]:
