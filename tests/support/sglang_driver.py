@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.support import engine_driver, held_grammars, poison, sglang_pool, sglang_speculation
+from tests.support import engine_driver, held_grammars, poison, sglang_host_cache, sglang_pool, sglang_speculation
 
 PASS_S = 0.005
 
@@ -45,6 +45,9 @@ if os.environ.get(held_grammars.VARIABLE):
 
 if asked := os.environ.get(sglang_speculation.VARIABLE):
     sglang_speculation.give(overlap=asked == "overlap")
+
+if took_s := os.environ.get(sglang_host_cache.VARIABLE):
+    sglang_host_cache.give(float(took_s))
 
 poison.spread_if_asked()  # in the schedulers as well, which are spawned from this module
 

@@ -53,6 +53,7 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "is_fully_idle", ("self",), "called: drained?"),
     PatchPoint(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: may the cache be flushed?", since="0.5.21"),
     PatchPoint(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),
+    PatchPoint("sglang.srt.managers.cache_controller:HiCacheAck", ("finish_event",), "waited for before a flush: copies of a hierarchical cache, from and to the host; its controller's `ack_write_queue` and `ack_load_queue` are read"),
     PatchPoint("sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.release_session", ("session_id",), "called: what a streaming session holds of old weights"),
     PatchPoint("sglang.srt.session.streaming_session:StreamingSession", why="its `slots` are marked: what they hold is old"),
     PatchPoint("sglang.srt.session.streaming_session:SessionSlot", why="marked"),

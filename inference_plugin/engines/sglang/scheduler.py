@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
+from inference_plugin.engines.sglang.idle import flush_cache, is_idle
 from inference_plugin.engines.sglang.in_flight import (
     end_beams,
     forget_old_turns,
@@ -76,9 +76,6 @@ class SchedulerRank:
         """Whether we have the scheduler stand."""
         self._is_ours = False
         self._paused_by_user = False
-        can_ignore = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
-        # Before 0.5.21 a waiting request keeps the cache from being flushed.
-        self._but_for_waiting = {"ignore_waiting": True} if can_ignore else {}
 
     def close(self) -> None:
         """Ends what was started here: the engine goes on without us."""
@@ -138,8 +135,7 @@ class SchedulerRank:
         scheduler = self.scheduler
         if operation.name == "retract":
             self._retract()
-            with self._but_for_compiling():
-                return bool(scheduler.flush_cache(empty_cache=False))
+            return flush_cache(scheduler)
         if operation.name in ("abort", "drain"):
             if operation.name == "abort" and (scheduler._engine_paused or self.pipeline is not None):
                 self._retract()  # they don't take the step in which SGLang ends them
@@ -154,8 +150,7 @@ class SchedulerRank:
                     self._end(request, "aborted for a weight update or a pause", status)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
-            with self._but_for_compiling():
-                return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+            return is_idle(scheduler) and flush_cache(scheduler)
         elif operation.name == "stand":
             self._paused = True
             if not scheduler._engine_paused:
@@ -169,8 +164,7 @@ class SchedulerRank:
 
     def is_idle(self) -> bool:
         """Whether no request computes, or is about to."""
-        with self._but_for_compiling():
-            return bool(self.scheduler.is_fully_idle())
+        return is_idle(self.scheduler)
 
     def resume(self) -> None:
         """The scheduler steps again, and takes the requests that were held."""
@@ -275,10 +269,8 @@ class SchedulerRank:
         scheduler = self.scheduler
         self._installations += 1  # not the version: two groups may be at the same one
         self.namespace = f"weightwire={self._installations}"
-        with self._but_for_compiling():
-            drops = not self._some_keep_cache and scheduler.is_fully_idle(**self._but_for_waiting)
-            if drops and scheduler.flush_cache(empty_cache=False):
-                self.namespace = ""
+        if not self._some_keep_cache and is_idle(scheduler, but_for_waiting=True) and flush_cache(scheduler):
+            self.namespace = ""
         if self.namespace:
             note_old_sessions(scheduler)
         for request in [*scheduler.waiting_queue, *self._held, *unbegun_diffusion(scheduler)]:
@@ -295,17 +287,6 @@ class SchedulerRank:
         forget_old_turns(self.scheduler, request)
         request.weightwire_key = own
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
-
-    @contextlib.contextmanager
-    def _but_for_compiling(self) -> Iterator[None]:
-        """SGLang calls itself busy, and flushes no cache, while it compiles a request's grammar. That request has computed
-        nothing yet, and is asked about (`admit`) when it joins the queue."""
-        grammars = self.scheduler.grammar_manager
-        compiling, grammars.grammar_queue = grammars.grammar_queue, []
-        try:
-            yield
-        finally:
-            grammars.grammar_queue = compiling
 
     @contextlib.contextmanager
     def _queue_unlimited(self) -> Iterator[None]:
