@@ -30,6 +30,7 @@ class LoadFindings:
         self._broke = False
         self._broke_at = ""
         self._made_of_nothing: set[str] = set()
+        self._kept: set[tuple[str, str]] = set()
         self._casts: dict[str, str] = {}
         self._wanted: dict[str, torch.dtype] = {}
 
@@ -71,6 +72,10 @@ class LoadFindings:
         """The loader writes memory of its own there, into which it loaded nothing."""
         self._made_of_nothing.add(destination)
 
+    def kept(self, module: str, attribute: str) -> None:
+        """A module keeps there what the loader made of checkpoint tensors, outside parameters and buffers."""
+        self._kept.add((module, attribute))
+
     def broke(self, reason: str, last: str) -> None:
         """The loader raised: it can't take these tensors, at least not on the meta device. `last`: the one it was given last."""
         self._broke, self._broke_at = True, last
@@ -86,6 +91,7 @@ class LoadFindings:
                 broke_at=self._broke_at,
                 unused=untouched,
                 made_of_nothing=frozenset(self._made_of_nothing),
+                kept=frozenset(self._kept),
             )
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:

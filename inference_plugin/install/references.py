@@ -44,13 +44,22 @@ class _Reset(NamedTuple):
 class LiveReferences:
     """`written`: the storages that updates write, by key.
 
+    `kept`: the attributes in which a load leaves what it makes of a checkpoint (`PlacementPlan.kept`).
+
     `unexplained`: tensors that no update writes or derives, that the constructor didn't make, and that are no working memory.
     `apart`: parameters of modules that hang on the model and are not registered in it.
     """
 
-    def __init__(self, post: PostProcessing, trials: Mapping[str, Trial], written: Collection[str]) -> None:
+    def __init__(
+        self,
+        post: PostProcessing,
+        trials: Mapping[str, Trial],
+        written: Collection[str],
+        kept: Collection[tuple[str, str]],
+    ) -> None:
         self._post = post
         self._model = post.model
+        self._kept = kept
         self.views: list[LiveTensor] = []
         """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
@@ -125,6 +134,7 @@ class LiveReferences:
         cold = dict(tensors_under(skeleton, self._model.boundary))
         constructed = self._model.constructed.get(name, ())  # `cold` also has what a load has left there
         explained = (*trial.moved, *trial.settled) if trial is not None else ()
+        kept = {attribute for owner, attribute in self._kept if owner == name}
         for path, tensor in tensors_under(module, self._model.boundary):
             if not tensor.numel() or tensor.dtype in NO_WEIGHTS or not self._working.isdisjoint(path):
                 continue
@@ -132,8 +142,11 @@ class LiveReferences:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
                     self.views.append(LiveTensor(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
-            elif path not in constructed and not any(path[: len(known)] == known for known in explained):
+            elif path in constructed and path[0] not in kept:
+                continue
+            elif not any(path[: len(known)] == known for known in explained):
                 found.append(words(name, path))
+        found += [words(name, (attribute,)) for attribute in kept if _holds_numbers(vars(module).get(attribute))]
         if trial is not None and trial.moved:
             found += self._watch_lazy_numbers(name, skeleton, module, trial)
         for path, tensor in cold.items():
@@ -177,6 +190,11 @@ class LiveReferences:
             elif held is not parameter:
                 return "the engine's own copy of a parameter"
         return None
+
+
+def _holds_numbers(value: Any) -> bool:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(each, float) for each in held)
 
 
 def _table(holder: Any) -> Any:

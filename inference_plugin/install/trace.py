@@ -11,6 +11,7 @@ the proof finds those.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ _EMPTY = {
     *(_ATEN.new_empty.default, _ATEN.new_empty_strided.default),
 }
 
+_numbering = itertools.count()
+
 _OWN = "the engine's own "
 """Among the origins of a tensor, stands before the name of a storage of the model."""
 _NOTHING = _OWN + "memory, into which it loaded nothing"
@@ -91,6 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
+        self._plain_numbers = dict(_plain_numbers(model))
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -296,10 +300,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         )
 
     def _number(self, tensor: Tensor) -> float:
-        """A unique number in place of the value of `tensor`. If the loader fills something with that number, this is a copy. If
-        it fills nothing with it, the plan is refused, because the number may decide something. The number is negative, and
-        numbers in the proof are not: a loader that treats them differently fails the trace or the proof."""
-        number = -731.0 - len(self._numbers) * 2.0**-20
+        """A number that no other load was given, in place of the value of `tensor`. If the loader fills something with it, this
+        is a copy. If it fills nothing with it, the plan is refused, because the number may decide something. The number is
+        negative, and numbers in the proof are not: a loader that treats them differently fails the trace or the proof."""
+        number = -731.0 - next(_numbering) * 2.0**-20
         self._numbers[number] = tensor
         self._unused_numbers.add(number)
         return number
@@ -354,7 +358,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             )
 
     def _check_attributes(self) -> None:
-        """Refuses the plan if a module keeps tensors of the checkpoint outside parameters and buffers."""
+        """Refuses the plan if a module keeps tensors of the checkpoint, or numbers that the loader made of them, outside
+        parameters and buffers."""
+        if self._numbers:
+            for place, number in _plain_numbers(self._model):
+                if number != self._plain_numbers.get(place):
+                    self._unused_numbers.update(self._numbers)
+                    self.findings.kept(*place)
         for path, module in self._model.named_modules():
             for attribute, value in vars(module).items():
                 if attribute in ("_parameters", "_buffers", "_modules"):
@@ -365,10 +375,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 for held in values:
                     if isinstance(held, float) and held in self._numbers:
                         self._unused_numbers.add(held)
+                        self.findings.kept(path, attribute)
                     if isinstance(held, Tensor) and storage_id(held) not in self._dests and self._origins(held):
                         self.findings.refuse_all(
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
                         )
+                        self.findings.kept(path, attribute)
+
+
+def _plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
+    """Numbers that modules hold as attributes, each with its module and attribute."""
+    for path, module in model.named_modules():
+        yield from (((path, name), value) for name, value in vars(module).items() if isinstance(value, float))
 
 
 def _sent(origins: frozenset[str]) -> frozenset[str]:

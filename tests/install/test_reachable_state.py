@@ -125,6 +125,29 @@ class Folding(Model):
         self.folded = self.embed.detach().t().contiguous()
 
 
+class FoldingAtOnce(Folding):
+    """Its constructor derives that weight as well, so that a step can be tried without a load: openPangu's sinks in vLLM."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.folded = self.embed.detach().t().contiguous()
+
+
+class Counting(Model):
+    """Its loader keeps a number that it makes of a weight."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.scale = nn.Parameter(torch.empty(1))
+        self.inverse = 1.0
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            super().load_weights([(name, tensor)])
+            if name == "scale":
+                self.inverse = 1 / tensor.item()
+
+
 class Engine(LiveModel):
     post_processing, placeholders = Method, frozenset({"Missing"})
     runtime_state, derived_caches = frozenset({"angles"}), frozenset({"tables"})
@@ -287,12 +310,21 @@ def test_parameters_outside_the_model_refuse_the_whole_of_it_by_name_and_no_part
 
 
 @pytest.mark.parametrize("opened", ["the first group", "a later one"])
-def test_a_weight_that_the_loader_derives_itself_refuses_the_model_by_name(opened: str) -> None:
-    engine = Engine(model=Folding)
+@pytest.mark.parametrize("model", [Folding, FoldingAtOnce])
+def test_a_weight_that_the_loader_derives_itself_refuses_the_model_by_name(opened: str, model: type[Model]) -> None:
+    engine = Engine(model=model)
     if opened == "a later one":
         engine.load_weights(engine.skeleton, weights(0).items())  # as the trial load of a group before it
     with pytest.raises(EngineUnsupported, match=r"folded"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_by_name() -> None:
+    manifest = manifest_of({**weights(0), "scale": torch.ones(1)})
+    engine = Engine(model=Counting)
+    for _ in range(2):  # the second model has a number from the first trial load
+        with pytest.raises(EngineUnsupported, match=r"might leave behind: inverse"):
+            ModelInstaller(engine).open(manifest, "standby", partial=False)
 
 
 def keep_in_a_kernel(live: Any) -> None:

@@ -39,6 +39,10 @@ def test_attention_that_took_the_next_layers_scale_as_a_number_refuses_updates_b
     assert found["fused"].startswith("model.layers.0.self_attn.attn quantises what it gives to the next layer")
 
 
+def test_attention_whose_sinks_lie_in_the_kv_cache_refuses_updates_by_name(found: dict[str, Any]) -> None:
+    assert found["sinks"] == "sinks writes its sinks into the KV cache in its first step, and never again"
+
+
 def test_weights_in_a_cache_that_engines_share_refuse_updates_by_name(found: dict[str, Any]) -> None:
     first, second, own = found["shared cache"]
     assert first == second and "weight cache" in first and own is None

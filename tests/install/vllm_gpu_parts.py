@@ -20,6 +20,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention.static_sink_attention import StaticSinkAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
@@ -195,6 +196,15 @@ def fused_with_the_next_layers_scale(config: VllmConfig) -> str | None:
     return VllmModel(live, torch.device("cpu"), config, config.model_config, skeleton).unfinishable()
 
 
+def with_sinks_in_the_cache(config: VllmConfig) -> str | None:
+    """Why a model is refused of which vLLM has written a part of the weights into the KV cache."""
+    live = build_real(config)
+    with set_current_vllm_config(config):
+        live.sinks = StaticSinkAttention(4, 32, 1.0, sink_len=16, cache_config=config.cache_config, prefix="sinks")
+    skeleton = skeleton_of(config, config.model_config)
+    return VllmModel(live, torch.device("cpu"), config, config.model_config, skeleton).unfinishable()
+
+
 def in_a_shared_cache(config: VllmConfig) -> list[str | None]:
     """Why a model is refused that is served from vLLM's weight cache, for each mode of that."""
     live, skeleton, load = build_real(config), skeleton_of(config, config.model_config), config.load_config
@@ -276,6 +286,7 @@ def main() -> None:
             "counted by uva": uva.cpu_offload_bytes,
             "prefetch": beside_an_offloader(config, prefetching()),
             "fused": fused_with_the_next_layers_scale(config),
+            "sinks": with_sinks_in_the_cache(config),
             "shared cache": in_a_shared_cache(config),
             "drafts": drafts(config),
             "ranks": ranks_with_context_parallelism(config),

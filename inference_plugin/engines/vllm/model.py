@@ -142,6 +142,8 @@ class VllmModel(LiveModel):
         for name, module in self.live.named_modules():
             if isinstance(module, MLAAttention) and getattr(module, "dcp_q_replicate", False):
                 return f"{name} gathers its derived weights over the ranks of a decode context"
+            if hasattr(module, "sink_populated"):
+                return f"{name} writes its sinks into the KV cache in its first step, and never again"
             if getattr(module, "_o_scale_float", None) is not None:
                 return (
                     f"{name} quantises what it gives to the next layer, by that layer's scale as it was at first use "
