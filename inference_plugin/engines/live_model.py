@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import threading
@@ -159,6 +160,9 @@ class LiveModel:
         inductor = sys.modules.get("torch._inductor.config")  # else nothing was compiled
         if getattr(inductor, "freezing", False):
             return f"{COMPILED_IN} (TORCHINDUCTOR_FREEZING=1)"
+        for name, held in itertools.chain(self.live.named_parameters(), self.live.named_buffers()):
+            if hasattr(held, "__tensor_flatten__"):
+                return f"{name} has no memory of its own: it is torchao's {type(held).__name__}, or the like"
         return None
 
     def pads(self, module: nn.Module) -> bool:

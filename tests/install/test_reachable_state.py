@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
@@ -507,6 +508,14 @@ def test_another_number_than_that_with_which_graphs_were_captured_is_refused(pol
     update(installer, manifest, same)
     with pytest.raises(EngineUnsupported, match=r"makes packed\.scale .*, and captured graphs go on with"):
         update(installer, manifest, weights(2))
+
+
+def test_weights_that_are_other_tensors_together_are_refused_by_name() -> None:
+    """As torchao's of a quantised layer: integers and scales."""
+    engine = Engine()
+    engine.live.head = nn.Parameter(TwoTensor(torch.zeros(SIZE), torch.ones(SIZE)), requires_grad=False)
+    with pytest.raises(EngineUnsupported, match=r"head has no memory of its own: it is torchao's TwoTensor"):
+        ModelInstaller(engine).open(manifest_of(weights(0)), "copy", partial=False)
 
 
 def test_weights_on_several_devices_are_refused_when_the_group_is_opened() -> None:
