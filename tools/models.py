@@ -155,7 +155,7 @@ compares every tensor and value that the model's modules reach.
 - **cannot be told**: the engine does not repeat its own answers, and nobody can look into its modules (SGLang); or both versions
   answer the same.
 
-*llama-...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
+*...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
 the tests multiplies by the dequantised weights instead. Such a row shows that loading and post-processing are repeated; its
 tokens are that kernel's. For `fp8_per_tensor` vLLM lacks the kernel that quantises, and the tests bring that; torch
 multiplies. Its activations share one scale per batch, so a prompt whose beginning is cached is answered otherwise than

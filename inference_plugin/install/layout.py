@@ -14,6 +14,7 @@ from inference_plugin.install.collectives import Operand, Reduced, Share
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.graph import words
 from inference_plugin.install.live_storages import LiveStorages
+from inference_plugin.install.padding import Padding
 from inference_plugin.install.plan import Placement, PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
@@ -87,6 +88,7 @@ class LiveLayout:
         self._uncovered = {self._key_of[name] for name in plan.uncovered}
         """Storages of which the plan leaves elements unwritten."""
         self._gaps = self._find_gaps()
+        self._padding = Padding(self._post, plan, self._uncovered)
 
     # --- the parts of the model --------------------------------------------------------------------------------------
 
@@ -147,9 +149,11 @@ class LiveLayout:
             )
 
     def needs_no_checkpoint(self, parameter: str) -> bool:
-        """Whether this parameter is right although no checkpoint tensor fills it: post-processing makes it."""
+        """Whether this parameter is right although no checkpoint tensor fills it, or all of it: post-processing does."""
         module, _, name = parameter.rpartition(".")
-        return needs_no_checkpoint(self._post, module, name)
+        keys = self._plan.extents.keys() & (self.rebuilt_keys(module) if module in self.rebuilt else ())
+        padded = self._key_of[parameter] in keys and self._padding.is_overwritten(module, keys)
+        return padded or needs_no_checkpoint(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
         """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it."""
@@ -158,7 +162,7 @@ class LiveLayout:
 
     def halved(self) -> list[str]:
         """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""
-        return [name for name in self.rebuilt if self._uncovered & set(self.rebuilt_keys(name))]
+        return [name for name in self.rebuilt if not self._padding.is_overwritten(name, self.rebuilt_keys(name))]
 
     def filled_over(self) -> list[str]:
         """Storages that the loader would fill with constants that the live model doesn't hold: the trainer's tensor is too small.

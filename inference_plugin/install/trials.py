@@ -23,7 +23,7 @@ from inference_plugin.install.storages import equal_bytes, storage_id
 from inference_plugin.install.trial_load import check_trial_fits
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
-__all__ = ["Trial", "needs_no_checkpoint", "run_trials"]
+__all__ = ["Trial", "finished_alike", "kind_of", "needs_no_checkpoint", "run_trials"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run_trials(post: PostProcessing, free_bytes: float = math.inf) -> dict[str, 
     kinds: dict[Any, Trial] = {}
     trials = {}
     for name in post.finishers:
-        kind = _kind(post, name)
+        kind = kind_of(post, name)
         if kind not in kinds:
             # Two stand-ins, and a copy of the first one's weights to compare with.
             check_trial_fits(3 * post.storage_bytes(name), free_bytes, f"the engine's post-processing of {name}")
@@ -69,7 +69,7 @@ def run_trials(post: PostProcessing, free_bytes: float = math.inf) -> dict[str, 
     return trials
 
 
-def _kind(post: PostProcessing, module: str) -> Any:
+def kind_of(post: PostProcessing, module: str) -> Any:
     """A value that is equal for modules that are post-processed in the same way."""
     skeleton, boundary = post.skeleton_modules[module], post.model.boundary
     live = post.live_modules.get(module) or skeleton
@@ -83,7 +83,7 @@ def _kind(post: PostProcessing, module: str) -> Any:
         helpers,
         tuple((n, tuple(p.shape), p.dtype) for n, p in skeleton._parameters.items() if p is not None),
         tuple(sorted(n for n, p in live._parameters.items() if p is not None and p.numel() == 0)),
-        tuple(_kind(post, read) for read in post.read_by(module).values()),
+        tuple(kind_of(post, read) for read in post.read_by(module).values()),
     )
 
 
@@ -266,6 +266,15 @@ def needs_no_checkpoint(post: PostProcessing, module: str, name: str) -> bool:
     if left is None or (is_told and equal_bytes(other.module._parameters.get(name), left)):
         return True
     return not equal_bytes(left, post.model.constants[key]) and equal_bytes(live._parameters.get(name), left)
+
+
+def finished_alike(post: PostProcessing, one: StandIn, other: StandIn) -> bool:
+    """Whether post-processing has set the same on two stand-ins, beside parameters and buffers."""
+    changes, again = one.changes(), other.changes()
+    same = _same_in(one, other)
+    return changes.keys() == again.keys() and all(
+        equivalent(value, again[path], same, post.model.boundary) for path, value in changes.items()
+    )
 
 
 def _same_in(one: StandIn, other: StandIn) -> Callable[[torch.Tensor, torch.Tensor], bool]:

@@ -896,6 +896,24 @@ FAMILIES: dict[str, Family] = {
             )
             for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}))
         ),
+        *(
+            _family(
+                f"qwen3_moe-{scheme}-without-its-kernel",
+                "Qwen3Moe",
+                dtype="bfloat16",
+                vllm={"quantization": scheme, **more},
+                engines=("vllm",),
+                decoder_sparse_step=1,
+                hidden_size=128,  # vLLM makes experts for blocks of 128, here twice as wide as the checkpoint's
+                **EXPERTS,
+            )
+            for scheme, more in (
+                ("fp8_per_tensor", WHOLE_PROMPTS),
+                ("fp8_per_channel", {}),
+                ("fp8_per_block", {}),
+                ("experts_int8", {}),
+            )
+        ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
         *(
             Family(name, maker, "tokens", "bfloat16", engines=("sglang",), stand_ins=True)

@@ -59,9 +59,11 @@ def _per_tensor_too(quantise: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(quantise)
     def quantised(input: torch.Tensor, scale: torch.Tensor | None = None, **more: Any) -> Any:  # noqa: A002 -- vLLM's name
-        if scale is None or scale.numel() > 1 or more:
-            return quantise(input, scale, **more)
         info = torch.finfo(torch.float8_e4m3fn)
+        if scale is None and more == {"use_per_token_if_dynamic": True}:
+            scale = input.float().abs().amax(1, keepdim=True) / info.max
+        elif scale is None or scale.numel() > 1 or more:
+            return quantise(input, scale, **more)
         scaled = input.float() * scale.reciprocal()  # as vLLM's kernel does
         return scaled.clamp(info.min, info.max).to(torch.float8_e4m3fn), scale
 

@@ -26,7 +26,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
+from tests.support import async_scheduling, poison, reference_experts, reference_kernels, vllm_cpu_experts
 from tests.support.memory_pool import MemoryPool
 from tests.support.reachable import reachable, reachable_tensors
 from tests.support.rig import eventually
@@ -66,6 +66,7 @@ with contextlib.suppress(ImportError):  # older versions
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 reference_kernels.fill_in()
+reference_experts.fill_in()
 async_scheduling.streams_if_asked()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):

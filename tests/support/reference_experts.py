@@ -1,0 +1,82 @@
+"""Experts in FP8 and int8 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
+
+As `reference_kernels`: loading and post-processing are vLLM's own, what is computed is no kernel of its.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+from vllm.model_executor.layers.quantization import fp8 as checkpoints
+from vllm.model_executor.layers.quantization.online import fp8, int8
+
+__all__ = ["fill_in"]
+
+
+class ReferenceExperts(CPUUnquantizedExperts):
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Takes weights as the quantisation method leaves them."""
+
+    def apply(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **_: Any,
+    ) -> None:
+        first = dequantised(w1, self.quant_config.w1_scale, self.quant_config.block_shape)
+        second = dequantised(w2, self.quant_config.w2_scale, self.quant_config.block_shape)
+        x = hidden_states.float()
+        found = torch.zeros_like(x)
+        for expert in range(w1.shape[0]):
+            weight = topk_weights.masked_fill(topk_ids != expert, 0).sum(1, keepdim=True).float()
+            gate, up = functional.linear(x, first[expert]).chunk(2, -1)
+            found += weight * functional.linear(functional.silu(gate) * up, second[expert])
+        output.copy_(found)
+
+
+def dequantised(weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> torch.Tensor:
+    """(experts, rows, columns), in float32."""
+    if block is not None:
+        for dim, size in enumerate(block, 1):
+            scale = scale.repeat_interleave(size, dim)
+        return weight.float() * scale[:, : weight.shape[1], : weight.shape[2]]
+    return weight.float() * scale.float().reshape(weight.shape[0], -1, 1)
+
+
+def fill_in() -> None:
+    """Has vLLM take these experts where it finds no kernel of its own. May be called twice."""
+    for module, name, backend in (
+        (fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+        (checkpoints, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+        (int8, "select_int8_moe_backend", Int8MoeBackend.TRITON),
+    ):
+        found: Callable[..., Any] = getattr(module, name)
+        if not hasattr(found, "__wrapped__"):
+            setattr(module, name, _or_reference(found, backend))
+
+
+def _or_reference(select: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    @functools.wraps(select)
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        try:
+            own, experts = select(*args, **kwargs)
+        except NotImplementedError:
+            return backend, ReferenceExperts
+        return (own, experts) if experts is not None else (backend, ReferenceExperts)
+
+    return selected
