@@ -162,9 +162,10 @@ multiplies. Its activations share one scale per batch, so a prompt whose beginni
 before: engines of this row run without the prefix cache.
 
 *bailing_moe* (Ling), *mimo* and *solar* are models that transformers lacks: another of its models has the same tensors, and the
-checkpoint has the published names and configuration. *longcat_flash* is without the tensors that transformers makes for experts
-that compute nothing. On a CPU vLLM routes ungrouped experts by softmax only: *minimax_m2* is tried with that, not with the
-sigmoid of the published models; and Mamba-2 hybrids run without the prefix cache there.
+checkpoint has the published names and configuration. Others that it lacks, such as *step3_text*, are written by name and shape.
+*longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
+experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run
+without the prefix cache there.
 
 *Mechanism* and *policy* are those of the update's report; *verified* is what `SyncManager.verify` says after the last update.
 vLLM is tried in two layouts: *packed* (linear layers are packed by oneDNN, its default on a CPU) and *plain* (as on a GPU).

@@ -17,10 +17,11 @@ import torch
 
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
 from tests.support.quantised import FP8_FOR_SGLANG, QUANTISED
+from tests.support.written_checkpoints import WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
-Answer = Literal["tokens", "embed", "classify"]
+Answer = Literal["tokens", "embed", "classify", "token_embed", "token_classify"]
 
 Tensors = dict[str, torch.Tensor]
 Publish = Callable[[Tensors], Tensors]
@@ -38,7 +39,7 @@ class Family:
     name: str
     maker: Maker
     answer: Answer = "tokens"
-    """What an engine answers with: greedy tokens, or a pooled vector per prompt."""
+    """What an engine answers with: greedy tokens, or a pooled vector per prompt or per token."""
     dtype: str = "float32"
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of a vLLM engine beside those that every engine of the tests gets."""
@@ -102,6 +103,12 @@ _BAILING = {
     "embed_tokens": "word_embeddings",
     "e_score_correction_bias": "expert_bias",
 }
+
+
+def _as_colbert(tensors: Tensors) -> Tensors:
+    """A BERT with a projection of each token, made of rows of the embedding; vLLM builds the layer while it loads."""
+    rows = tensors["embeddings.word_embeddings.weight"][:16]
+    return {f"bert.{n}": t for n, t in tensors.items() if not n.startswith("pooler")} | {"linear.weight": rows.clone()}
 
 
 def _with_noise(tensor: torch.Tensor, seed: int, number: int) -> torch.Tensor:
@@ -842,6 +849,57 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("qwen3-classifier", "Qwen3", model="Qwen3ForSequenceClassification", answer="classify", **CLASSES),
         _family("llama-classifier", "Llama", model="LlamaForSequenceClassification", answer="classify", **CLASSES),
+        _family(
+            "gemma3-embedding",
+            "Gemma3Text",
+            model="Gemma3TextModel",
+            answer="embed",
+            sliding_window=32,
+            vllm={"runner": "pooling"},
+            engines=("vllm",),
+        ),
+        _family(
+            "gpt2-classifier",
+            "GPT2",
+            model="GPT2ForSequenceClassification",
+            answer="classify",
+            **UNGROUPED_HEADS,
+            **CLASSES,
+            n_positions=1024,
+            intermediate_size=REMOVED,
+            engines=("vllm",),
+        ),
+        _family(
+            "colbert",
+            "Bert",
+            model="BertModel",
+            answer="token_embed",
+            architecture="HF_ColBERT",
+            publish=_as_colbert,
+            vllm={"pooler_config": {"enable_flash_late_interaction": False}},
+            engines=("vllm",),
+            **ENCODER,
+        ),
+        _family(
+            "bert-splade",
+            "Bert",
+            model="BertForMaskedLM",
+            answer="embed",
+            architecture="BertSpladeSparseEmbeddingModel",
+            engines=("vllm",),
+            **ENCODER | {"tie_word_embeddings": False},
+        ),
+        *(
+            _family(
+                f"{stem.lower()}-token-classifier",
+                stem,
+                model=f"{stem}ForTokenClassification",
+                answer="token_classify",
+                engines=("vllm",),
+                **shape | CLASSES,
+            )
+            for stem, shape in (("Bert", ENCODER), ("Qwen2", TWO_HEADS))
+        ),
         # rerankers: vLLM makes the head of a classifier of some rows of the language model's, while it loads
         *(
             _family(
@@ -857,6 +915,8 @@ FAMILIES: dict[str, Family] = {
                 ("Llama", "no_post_processing", ["a", "b", "c"], False),
             )
         ),
+        # models that transformers lacks
+        *(Family(name, maker, vllm=vllm, engines=("vllm",)) for name, (maker, vllm) in WRITTEN.items()),
         # quantised
         _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),
         _existing(
