@@ -954,7 +954,7 @@ FAMILIES: dict[str, Family] = {
                 vllm={"quantization": scheme, **more},
                 engines=("vllm",),
             )
-            for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}))
+            for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}), ("mxfp4", {}))
         ),
         *(
             _family(
@@ -972,6 +972,7 @@ FAMILIES: dict[str, Family] = {
                 ("fp8_per_channel", {}),
                 ("fp8_per_block", {}),
                 ("experts_int8", {}),
+                ("mxfp4", {}),
             )
         ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),

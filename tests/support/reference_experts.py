@@ -1,4 +1,4 @@
-"""Experts in FP8 and int8 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
+"""Experts in FP8, int8 and MXFP4 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
 
 As `reference_kernels`: loading and post-processing are vLLM's own, what is computed is no kernel of its.
 """
@@ -14,8 +14,11 @@ from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8 as checkpoints
-from vllm.model_executor.layers.quantization.online import fp8, int8
+from vllm.model_executor.layers.quantization.online import fp8, int8, mxfp4
+
+from tests.support.reference_kernels import in_microscaling
 
 __all__ = ["fill_in"]
 
@@ -51,6 +54,8 @@ class ReferenceExperts(CPUUnquantizedExperts):
 
 def dequantised(weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> torch.Tensor:
     """(experts, rows, columns), in float32."""
+    if scale.dtype == torch.uint8:
+        return in_microscaling(weight, scale)
     if block is not None:
         for dim, size in enumerate(block, 1):
             scale = scale.repeat_interleave(size, dim)
@@ -64,6 +69,7 @@ def fill_in() -> None:
         (fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
         (checkpoints, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
         (int8, "select_int8_moe_backend", Int8MoeBackend.TRITON),
+        (mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
     ):
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
@@ -77,6 +83,7 @@ def _or_reference(select: Callable[..., Any], backend: Any) -> Callable[..., Any
             own, experts = select(*args, **kwargs)
         except NotImplementedError:
             return backend, ReferenceExperts
-        return (own, experts) if experts is not None else (backend, ReferenceExperts)
+        is_kernel = experts is not None and experts._supports_current_device()
+        return (own, experts) if is_kernel else (backend, ReferenceExperts)
 
     return selected

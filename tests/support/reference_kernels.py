@@ -6,6 +6,7 @@ compute is no kernel of vLLM's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from vllm.model_executor.layers.quantization.online import fp8, mxfp8
 __all__ = ["fill_in"]
 
 MX_BLOCK = 32
-"""Columns that share an exponent in MXFP8."""
+"""Columns that share an exponent in MXFP8 and MXFP4."""
 
 
 class ReferenceKernel:
@@ -38,15 +39,44 @@ def dequantised(layer: Any) -> torch.Tensor:
             scale = scale.repeat_interleave(size, dim)
         return layer.weight.float() * scale[:rows, :columns]
     if layer.weight_scale.dtype == torch.uint8:
-        exponents = layer.weight_scale.repeat_interleave(MX_BLOCK, 1).float() - 127
-        return layer.weight.float() * torch.exp2(exponents)
+        return in_microscaling(layer.weight, layer.weight_scale)
     transposed: torch.Tensor = layer.weight.float().t()
     return transposed * layer.weight_scale
 
 
+def in_microscaling(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values, in float32, of MXFP8, or of MXFP4 with two elements in a byte; `scale` holds exponents."""
+    if weight.dtype == torch.uint8:
+        codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
+        values = torch.tensor([*FP4, *(-value for value in FP4)], device=weight.device)[codes]
+    else:
+        values = weight.float()
+    return values * torch.exp2(scale.repeat_interleave(MX_BLOCK, -1).float() - 127)
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of E2M1 without a sign."""
+
+
+def mxfp4_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of vLLM's, which is a kernel of Triton's: packed codes, and the exponents of blocks."""
+    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
+    exponents = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2
+    values = torch.tensor(FP4, device=weight.device)
+    codes = ((blocks * torch.exp2(-exponents)).abs()[..., None] - values).abs().argmin(-1)
+    codes = (codes + 8 * (blocks < 0)).flatten(-2).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).squeeze(-1).to(torch.uint8)
+
+
 def fill_in() -> None:
     """Has vLLM take a reference kernel where it finds none of its own. May be called twice."""
-    for module, name in ((fp8, "init_fp8_linear_kernel"), (mxfp8, "init_mxfp8_linear_kernel")):
+    kernels = [(fp8, "init_fp8_linear_kernel"), (mxfp8, "init_mxfp8_linear_kernel")]
+    with contextlib.suppress(ImportError):  # older versions
+        from vllm.model_executor.layers.quantization.online import mxfp4
+
+        mxfp4.mxfp4_quantize = mxfp4_quantize
+        kernels.append((mxfp4, "init_mxfp4_linear_kernel"))
+    for module, name in kernels:
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
             setattr(module, name, _or_reference(found))

@@ -7,7 +7,8 @@ Importing it (in every engine process that builds a model, before the model is b
 - the kernel for experts, which on a CPU ignores which of them a rank has, no longer does;
 - data-parallel ranks can share experts on a CPU (see `vllm_cpu_experts.py`);
 - with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
-- where vLLM has no kernel for a quantised linear layer, it takes a reference (see `reference_kernels.py`);
+- where vLLM has no kernel for quantised linear layers or experts, it takes a reference (see `reference_kernels.py` and
+  `reference_experts.py`);
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
 """
 
@@ -26,7 +27,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import async_scheduling, poison, reference_experts, reference_kernels, vllm_cpu_experts
+from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
 from tests.support.memory_pool import MemoryPool
 from tests.support.reachable import reachable, reachable_tensors
 from tests.support.rig import eventually
@@ -66,7 +67,10 @@ with contextlib.suppress(ImportError):  # older versions
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 reference_kernels.fill_in()
-reference_experts.fill_in()
+with contextlib.suppress(ImportError):  # older versions
+    from tests.support import reference_experts
+
+    reference_experts.fill_in()
 async_scheduling.streams_if_asked()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
