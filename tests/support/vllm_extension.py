@@ -1,6 +1,6 @@
 """A worker extension of vLLM, as another project would bring one: it must get along with Weightwire.
 
-Importing it (in every engine process that builds a model, before the model is built) does six things:
+Importing it (in every engine process that builds a model, before the model is built) does seven things:
 
 - with `WEIGHTWIRE_TEST_LAYOUT=plain` linear layers keep their weights as they were loaded, as on a GPU, instead of
   being packed by oneDNN;
@@ -9,6 +9,7 @@ Importing it (in every engine process that builds a model, before the model is b
 - with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
 - where vLLM has no kernel for quantised linear layers or experts, it takes a reference (see `reference_kernels.py` and
   `reference_experts.py`);
+- vLLM's own reading of a LoRA adapter replaces the method of the class, as verl's and ms-swift's reading from tensors does;
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import os
 import threading
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
@@ -65,6 +68,7 @@ with contextlib.suppress(ImportError):  # older versions
 
     if not hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
+LRUCacheWorkerLoRAManager._load_adapter = inspect.unwrap(WorkerLoRAManager._load_adapter)
 poison.spread_if_asked()
 reference_kernels.fill_in()
 with contextlib.suppress(ImportError):  # older versions

@@ -43,7 +43,6 @@ def register() -> None:
     from inference_plugin.engines.vllm import hooks
     from inference_plugin.engines.vllm.api import hook_api
     from inference_plugin.engines.vllm.ended_pooling import hook_ended_pooling
-    from inference_plugin.engines.vllm.lora import hook_lora
     from inference_plugin.engines.vllm.weight_transfer import register_backend
     from inference_plugin.engines.vllm.worker import hook_worker
 
@@ -58,7 +57,6 @@ def register() -> None:
         hooks.hook_inproc()
         hook_api()
         hook_ended_pooling()
-        hook_lora()
         register_backend()
 
 

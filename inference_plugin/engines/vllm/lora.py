@@ -1,33 +1,23 @@
 """vLLM's LoRA slots: adapters by name, from tensors instead of from a directory.
 
 A request names its adapter by a `LoRARequest`: a name, a number, a path. A worker reads the path when it gets a number that it
-does not hold, also after it has evicted that adapter. That one place is wrapped: if an update has brought an adapter of that
-name, the adapter is made of the update's tensors, whatever the path. A commit replaces the adapters that a worker holds.
+does not hold, also after it has evicted that adapter. That one place is wrapped, on the worker's own object, because verl and
+ms-swift replace the class's method: if an update has brought an adapter of that name, the adapter is made of the update's
+tensors, whatever the path. A commit replaces the adapters that a worker holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from inference_plugin.engines.lora_slots import LayerSlice, TensorSlots
-from inference_plugin.engines.monkeypatch import wrap
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import dtype_name
 
-__all__ = ["VllmAdapterSlots", "hook_lora"]
-
-
-def hook_lora() -> None:
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    @wrap(WorkerLoRAManager, "_load_adapter")
-    def load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
-        slots: VllmAdapterSlots | None = getattr(self, "_weightwire_slots", None)
-        made = slots.made_for(lora_request) if slots is not None else None
-        return original(self, lora_request) if made is None else made
+__all__ = ["VllmAdapterSlots"]
 
 
 class VllmAdapterSlots(TensorSlots):
@@ -40,7 +30,7 @@ class VllmAdapterSlots(TensorSlots):
         self.max_rank = int(worker_manager.lora_config.max_lora_rank)
         self.dtype = dtype_name(worker_manager.lora_config.lora_dtype)
         self._names: dict[int, str] = {}
-        worker_manager._weightwire_slots = self
+        worker_manager._load_adapter = self._load
 
     def check(self, adapter: str) -> None:
         if self._workers.lora_config.fully_sharded_loras:
@@ -67,11 +57,13 @@ class VllmAdapterSlots(TensorSlots):
             if pinned:
                 manager.pin_adapter(number)
 
-    def made_for(self, request: Any) -> Any:
-        """The adapter that a request asks for, if an update brought it; else None."""
+    def _load(self, request: Any) -> Any:
+        """The adapter that a request asks for: of an update's tensors if one brought it, else as the manager's class loads it."""
         self._names[request.lora_int_id] = request.lora_name
         tensors = self._tensors.get(request.lora_name)
-        return None if tensors is None else self._made(request.lora_int_id, tensors)
+        if tensors is None:
+            return type(self._workers)._load_adapter(self._workers, request)
+        return self._made(request.lora_int_id, tensors)
 
     def _slots_with(self, adapter: str) -> Sequence[int]:
         held = self._numbers(adapter)

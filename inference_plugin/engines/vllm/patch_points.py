@@ -127,7 +127,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
     PatchPoint("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", ("self", "engine_core_outputs"), "wrapped: the end of a pooling request without an answer is told as an error; `request_states`, with their `make_request_output`"),
     # LoRA slots
-    PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", ("self", "lora_request"), "wrapped: an adapter that an update brought is not read from disk"),
+    PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", ("self", "lora_request"), "wrapped, on each worker's own object: an adapter that an update brought is not read from disk"),
     PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager.list_adapters", ("self",), "called: the numbers that are held"),
     PatchPoint("vllm.lora.request:LoRARequest", ("lora_name", "lora_int_id"), "read"),
     PatchPoint(_LORA_MANAGER + "add_adapter", ("self", "lora"), "called"),
