@@ -59,6 +59,7 @@ class AdapterInstaller:
         self._slots.check(self._name)
         needed: list[int] = []
         problems: list[str] = []
+        dtypes: list[str] = []
         for module, (a, b) in _pairs(manifest).items():
             if (place := self._slots.place(module)) is None:
                 continue  # another pipeline stage has it; if none has, the manager refuses it
@@ -72,12 +73,19 @@ class AdapterInstaller:
             elif rank > self._slots.max_rank:
                 problems.append(f"{module} has rank {rank}, the engine's slots have {self._slots.max_rank}")
             elif {a.dtype, b.dtype} != {self._slots.dtype}:
-                problems.append(f"{module} is {a.dtype} and {b.dtype}, the engine's slots are {self._slots.dtype}")
+                dtypes.append(f"{module} is {a.dtype} and {b.dtype}, the engine's slots are {self._slots.dtype}")
         if problems:
             raise ManifestMismatch(
                 f"the adapter doesn't fit the engine's LoRA slots: {first_few(problems)}",
-                hint="start the engine with a larger maximal rank, or give LoRAAdapter a dtype rule",
+                hint="start the engine with a larger maximal rank",
             )
+        if dtypes:
+            error = ManifestMismatch(
+                f"dtypes differ: {first_few(dtypes, 3)}",
+                hint=f'nothing is cast silently: give update dtype="{self._slots.dtype}", or dtype="engine" for the engine\'s',
+            )
+            error.dtypes = {"*": self._slots.dtype}
+            raise error
         self.discard()
         self._manifest, self._needs = manifest, tuple(manifest.whole(i) for i in sorted(needed))
         return InstallTerms(self._needs, "loader", "standby", "the engine's own LoRA slots")

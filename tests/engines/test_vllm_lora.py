@@ -138,6 +138,16 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_the_old_one_serv
 
 
 @engines
+def test_an_adapter_of_another_dtype_travels_in_that_of_the_slots_where_the_source_is_told_to(trained: Trained) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, HIDDEN), f"{layer}.lora_B.weight": torch.ones(Q_ROWS, 4)}
+    trained.version += 1
+    with SyncManager(group="lora.policy", timeout_s=60) as manager:
+        source = ModuleAdapter({name: t.bfloat16() for name, t in tensors.items()}, dtype_rules="engine")
+        assert manager.update(source, trained.version).engine_dtypes == {"*": "float32"}
+
+
+@engines
 def test_an_installation_that_fails_on_one_rank_is_undone_on_all(trained: Trained) -> None:
     good = trained.train(seed=7)
     assert trained.adapted() == good["tokens"]

@@ -103,8 +103,8 @@ def in_engine_dtypes() -> Result:
         "merged": shard(adapted()),
     }
     seen: Result = {}
-    for name, model in models.items():
-        source = source_for(model, dtype="engine")
+    for name, model in [*models.items(), ("adapter alone", models["merged"])]:
+        source = source_for(model, group="lora.policy" if name == "adapter alone" else "policy", dtype="engine")
         dtypes = [{spec.dtype for spec in source.manifest().tensors}]
         adopted = source.adopt_dtypes({"*": "bfloat16"})
         dtypes.append({spec.dtype for spec in source.manifest().tensors})

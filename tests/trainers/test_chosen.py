@@ -48,7 +48,7 @@ def test_the_adapter_follows_from_the_model_and_every_byte_arrives(ranks: Ranks,
 
 def test_every_adapter_of_a_sharded_model_adopts_the_dtypes_of_the_engine_where_it_is_told_to(ranks: Ranks) -> None:
     for seen in of(ranks, "in_engine_dtypes"):
-        for kind in ("fsdp2", "fsdp1", "tensor parallel", "merged"):
+        for kind in ("fsdp2", "fsdp1", "tensor parallel", "merged", "adapter alone"):
             assert seen[kind] == (True, True, [{"float32"}, {"bfloat16"}], {"*": "bfloat16"}), kind
 
 
