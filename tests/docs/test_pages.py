@@ -33,6 +33,7 @@ ELSEWHERE = {
     "sglang",
     "skyrl",
     "slime",
+    "swift",
     "torchtitan",
     "train",  # slime's program
     "trl",
