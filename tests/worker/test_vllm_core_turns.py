@@ -437,6 +437,13 @@ def test_ranks_or_experts_that_change_while_the_engine_runs_are_refused_by_name(
         connect(core)
 
 
+def test_ranks_that_an_external_launcher_started_are_refused_by_name() -> None:
+    parallel = SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2, data_parallel_size=1)
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=False))
+    with pytest.raises(EngineUnsupported, match="an external launcher started the ranks"):
+        start(SimpleNamespace(vllm_config=config), ())
+
+
 def test_cores_of_several_hosts_are_refused_by_name() -> None:
     class Group:
         """vLLM's gloo group of the cores."""

@@ -45,6 +45,15 @@ def start(core: Any, lacks: tuple[str, ...]) -> CoreControl:
             hint="have vLLM start them: vllm serve --data-parallel-size",
             phase="start",
         )
+    if (
+        config.parallel_config.distributed_executor_backend == "external_launcher"
+        and config.parallel_config.world_size > 1
+    ):
+        raise EngineUnsupported(
+            "an external launcher started the ranks of this engine: each is an engine core of its own with a part of the model",
+            hint="let the engine have one rank (a colocated one: vllm_tensor_parallel_size=1), or use a server",
+            phase="start",
+        )
     control = CoreControl(core)
     replica = addresses.new_replica_id("vllm")
     with _stopping_workers(core, replica):

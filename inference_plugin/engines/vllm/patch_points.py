@@ -84,6 +84,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.distributed.parallel_state:get_dp_group", why="called: data-parallel rank, where ranks share experts"),
     PatchPoint("vllm.config:ParallelConfig.enable_elastic_ep", why="read: data-parallel ranks that share experts and change in number are refused"),
     PatchPoint("vllm.config:ParallelConfig.data_parallel_size", why="read"),
+    PatchPoint("vllm.config:ParallelConfig.distributed_executor_backend", why="read, with `world_size`: ranks that an external launcher started are refused"),
     PatchPoint("vllm.config:ParallelConfig.node_rank_within_dp", why="read: a host without an engine core, which starts no replica", without="`weightwire status` shows a host without an engine core as starting for ever"),
     PatchPoint("vllm.config:ModelConfig.is_moe", why="read: whether data-parallel ranks share experts"),
     PatchPoint("vllm.config:ModelConfig.is_multimodal_model", why="read: whether the engine caches encodings"),
