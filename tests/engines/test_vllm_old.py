@@ -1,4 +1,4 @@
-"""An older vLLM, in an environment of its own: tokens there and back, and faults. `make versions` runs more, with others too."""
+"""An older vLLM, in an environment of its own: tokens there and back, LoRA slots, faults. `make versions` runs more versions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here onc
     test_an_installation_that_fails_on_one_rank_is_undone_on_all,
     tp2,
 )
-from tests.engines.test_vllm_tokens import source
+from tests.engines.test_vllm_lora import SLOTS, Trained
+from tests.engines.test_vllm_tokens import reference, source
 from tests.support.engines import OLD_PYTHON, Driver
+from tests.support.lora_trainer import LoRATrainer
 from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -47,3 +49,14 @@ def test_updates_through_every_policy_and_transport_and_back_again(tp2: Faulty) 
                 tp2.update(sync=manager)
                 tp2.assert_serves()
                 assert manager.verify(source(tp2.models[tp2.serves])).ok
+
+
+def test_adapters_in_their_slots_say_what_peft_says_and_the_base_is_not_touched(
+    runtime: Path, checkpoint: Checkpoint, lora_trainer: LoRATrainer, tmp_path: Path
+) -> None:
+    base = checkpoint("qwen3", tied=False, seed=1)
+    with OldDriver(runtime) as driver:
+        driver.open(base, **SLOTS)
+        trained = Trained(driver, lora_trainer, 1, base, tmp_path)
+        assert trained.train(seed=3)["tokens"] == trained.adapted()
+        assert trained.plain() == reference(base)

@@ -92,7 +92,9 @@ class VllmAdapterSlots(TensorSlots):
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        renames = mapper.get_rename_mapper() if mapper is not None else None
+        # Without the rules that join q, k and v into one name: 0.28 renamed the method.
+        ways = (getattr(mapper, name, None) for name in ("get_rename_mapper", "get_unstacked_mapper"))
+        renames = next((way() for way in ways if way is not None), mapper)
         return str(parse_fine_tuned_lora_name(f"{module}.lora_A.weight", renames)[0])
 
     def _slice_of(self, module: str) -> LayerSlice | None:
