@@ -41,6 +41,7 @@ class PlainRank(SchedulerRank):
         self.scheduler = SimpleNamespace(
             is_fully_idle=lambda: not (directory / "busy").exists(),
             grammar_manager=SimpleNamespace(grammar_queue=[]),
+            enable_hierarchical_cache=False,
         )
         self.bell = Doorbell(None, replica, ranks.rank)  # it never sleeps
         self.refusal: str | None = None
