@@ -286,7 +286,10 @@ class SchedulerRank:
             return
         forget_old_turns(self.scheduler, request)
         request.weightwire_key = own
-        request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
+        # SGLang's KV events find an adapter's name by the end of the key, or by the whole one.
+        request.extra_key = "|".join(filter(None, [self.namespace, own])) or own
+        if hasattr(self.scheduler, "_record_kv_event_lora_name"):
+            self.scheduler._record_kv_event_lora_name(request, None)
 
     @contextlib.contextmanager
     def _queue_unlimited(self) -> Iterator[None]:
