@@ -33,6 +33,7 @@ from inference_plugin.install.traced import (
     check_plain,
     destination,
     outermost_first,
+    plain_numbers,
 )
 from inference_plugin.wire.errors import lacks_resources
 from inference_plugin.wire.geometry import Region, merge_dims, region_of, through_copy
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
-        self._plain_numbers = dict(_plain_numbers(model))
+        self._plain_numbers = dict(plain_numbers(model))
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -361,7 +362,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Refuses the plan if a module keeps tensors of the checkpoint, or numbers that the loader made of them, outside
         parameters and buffers."""
         if self._numbers:
-            for place, number in _plain_numbers(self._model):
+            for place, number in plain_numbers(self._model):
                 if number != self._plain_numbers.get(place):
                     self._unused_numbers.update(self._numbers)
                     self.findings.kept(*place)
@@ -381,12 +382,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
                         )
                         self.findings.kept(path, attribute)
-
-
-def _plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
-    """Numbers that modules hold as attributes, each with its module and attribute."""
-    for path, module in model.named_modules():
-        yield from (((path, name), value) for name, value in vars(module).items() if isinstance(value, float))
 
 
 def _sent(origins: frozenset[str]) -> frozenset[str]:

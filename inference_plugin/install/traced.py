@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from inference_plugin.install.storages import named_tensors, storage_id
 from inference_plugin.wire.geometry import Region, c_strides
 
 __all__ = [
-    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "outermost_first",
+    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "outermost_first", "plain_numbers",
 ]  # fmt: skip
 
 
@@ -91,3 +92,9 @@ def destination(name: str, tensor: Tensor) -> Destination:
 def outermost_first(tensor: Tensor) -> list[int]:
     strides = tuple(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
+    """Numbers that modules hold as attributes, each with its module and attribute."""
+    for path, module in model.named_modules():
+        yield from (((path, name), value) for name, value in vars(module).items() if isinstance(value, float))
