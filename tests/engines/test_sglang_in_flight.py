@@ -165,11 +165,11 @@ def test_requests_of_a_diffusion_model_do_not_end_the_engine(runtime: Path, tmp_
 def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_request(
     runtime: Path, old_and_new: tuple[Path, Path], processes: int
 ) -> None:
-    """SGLang's answer to an aborted request has no vector, which its server answered with an internal error. Each process of a
-    server with several knows the replica."""
+    """SGLang's answer to an aborted request has no vector, which its server answered with an internal error; or the vector of
+    the prompt's beginning, where a prompt is computed in chunks. Each process of a server with several knows the replica."""
     old, new = old_and_new
     body = {"model": str(old), "input": [(7 * i) % 500 + 1 for i in range(800)]}
-    options = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True}
+    options = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True, "chunked_prefill_size": 50}
     options["tokenizer_worker_num"] = processes
     with (
         SglangServer(runtime, old, options=options, **PATIENT) as server,
@@ -178,11 +178,13 @@ def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_r
         manager.update(ModuleAdapter(weights(old)), 1)
         with ThreadPoolExecutor(40) as clients:
             asked = [clients.submit(server.request, "POST", "/v1/embeddings", body) for _ in range(40)]
-            asked[0].result()
+            vectors = [asked[0].result()[1]["data"]]
             manager.update(ModuleAdapter(weights(new)), 2)
             answers = [one.result() for one in asked]
         for _ in range(4):
             assert [server.request("GET", f"/ready?min_version={version}")[0] for version in (2, 3)] == [200, 503]
             assert server.request("GET", "/model_info")[1]["weight_version"] == "2"
+        vectors.append(server.request("POST", "/v1/embeddings", body)[1]["data"])
     assert {status for status, _ in answers} == {200, 503}
+    assert all(answer["data"] in vectors for status, answer in answers if status == 200)
     assert all("aborted for a weight update" in str(answer) for status, answer in answers if status == 503)

@@ -137,7 +137,9 @@ class SchedulerRank:
             self._retract()
             return flush_cache(scheduler)
         if operation.name in ("abort", "drain"):
-            if operation.name == "abort" and (scheduler._engine_paused or self.pipeline is not None):
+            stand = scheduler._engine_paused or self.pipeline is not None
+            # Of a prompt that is computed in chunks SGLang would answer with the vector of its beginning.
+            if operation.name == "abort" and (stand or not scheduler.is_generation):
                 self._retract()  # they don't take the step in which SGLang ends them
             self.holding = True
             self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
