@@ -5,6 +5,7 @@ The device is `LateDevice`; each wait is left out once, to show that the test fi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ import torch
 
 from inference_plugin.devices import DEVICES
 from inference_plugin.install import replay
+from inference_plugin.install import staged as staged_installer
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.negotiation import agree
@@ -239,6 +241,45 @@ def test_staged_bytes_are_copied_into_the_live_parameters_whose_addresses_stay(r
     assert addresses == {name: parameter.data_ptr() for name, parameter in model.live.named_parameters()}
     with pytest.raises(CommitFailed, match="nothing was prepared"):
         installer.install(previous)
+
+
+def test_copies_that_stay_bound_bring_every_version_across_and_end_with_the_second_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer's two segments are used in turn. In between the engine gives its parameters other memory, the second set is
+    dropped, and an installation is undone."""
+    model, manifest = PlainEngineModel(2, 0, 1), manifest_of(checkpoint(0), TIED)
+    installer, second_set = staged(model, checkpoint(0), TIED), []
+
+    def new_memory(live: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty_like(live)
+        second_set.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(staged_installer, "poisoned_like", new_memory)
+    segments = [segment_of(checkpoint(0), manifest) for _ in range(2)]
+    for update in range(10):
+        segment = segments[update % 2]
+        segment.copy_(segment_of(checkpoint(update), manifest))
+        before = live_digests(model.live)
+        installer.prepare(segment, lambda _: None)
+        installer.install(segment)
+        assert live_digests(model.live) == digests_expected(checkpoint(update), 1, 2)[0]
+        if update % 4 == 3:
+            installer.undo(segments[1 - update % 2])
+            assert live_digests(model.live) == before
+            segment.copy_(segments[1 - update % 2])
+        else:
+            installer.finish()
+        if update == 4:
+            with torch.no_grad():
+                for parameter in model.live.parameters():
+                    parameter.data = parameter.detach().clone()
+        if update == 6:
+            assert second_set and all(memory() is not None for memory in second_set)
+            installer.drop_second_set()
+            assert all(memory() is None for memory in second_set)
+            second_set.clear()
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
