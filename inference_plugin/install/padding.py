@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 
@@ -18,15 +17,15 @@ from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import StandIn
 from inference_plugin.install.storages import equal_bytes
 from inference_plugin.install.trial_load import poison
-from inference_plugin.install.trials import finished_alike, kind_of
+from inference_plugin.install.trials import finished_alike
 from inference_plugin.wire.geometry import Region
 
 __all__ = ["Padding"]
 
 
 class Padding:
-    """Elements that `plan` leaves unwritten in the storages `uncovered`, by key. Modules that are post-processed and filled alike
-    share a trial."""
+    """Elements that `plan` leaves unwritten in the storages `uncovered`, by key. Each module has a trial of its own: how far
+    post-processing zeroes may hang on any number that a module or its helpers hold."""
 
     def __init__(self, post: PostProcessing, plan: PlacementPlan, uncovered: Collection[str]) -> None:
         self._post = post
@@ -36,18 +35,17 @@ class Padding:
         for region in (*(p.dest for p in plan.placements), *(f.dest for f in plan.fills)):
             if region.tensor in uncovered:
                 self._filled[region.tensor].append(region)
-        self._known: dict[Any, bool] = {}
+        self._known: dict[tuple[str, ...], bool] = {}
 
     def is_overwritten(self, module: str, keys: Collection[str]) -> bool:
         """Whether `module` is finished to the same, whatever the unwritten elements of the storages `keys` hold."""
         padded = sorted(key for key in keys if key in self._uncovered)
         if not padded or not self._planned >= set(padded):
             return not padded
-        places = tuple(tuple(region.named("") for region in self._filled[key]) for key in padded)
-        kind = (kind_of(self._post, module), places)
-        if kind not in self._known:
-            self._known[kind] = self._try(module, padded)
-        return self._known[kind]
+        known = (module, *padded)
+        if known not in self._known:
+            self._known[known] = self._try(module, padded)
+        return self._known[known]
 
     def _try(self, module: str, padded: Collection[str]) -> bool:
         noise = self._post.noise(1)

@@ -108,7 +108,7 @@ def row_table(placements: Sequence[Placement]) -> RowTable | None:
                 for at in range(0, row_bytes, PART_BYTES)
             )
         else:
-            at_once = max(1, PART_BYTES // row_bytes) if row_bytes else rows
+            at_once = max(1, PART_BYTES // row_bytes) if row_bytes else 1
             copies += (
                 (target, to + at * by, by, origin, of + at * apart, apart, min(at_once, rows - at), row_bytes)
                 for at in range(0, rows if row_bytes else 0, at_once)

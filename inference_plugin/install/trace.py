@@ -362,8 +362,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Refuses the plan if a module keeps tensors of the checkpoint, or numbers that the loader made of them, outside
         parameters and buffers."""
         if self._numbers:
-            for place, number in plain_numbers(self._model):
-                if number != self._plain_numbers.get(place):
+            for place, numbers in plain_numbers(self._model):
+                if numbers != self._plain_numbers.get(place):
                     self._unused_numbers.update(self._numbers)
                     self.findings.kept(*place)
         for path, module in self._model.named_modules():

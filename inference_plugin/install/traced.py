@@ -94,7 +94,11 @@ def outermost_first(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
-def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
-    """Numbers that modules hold as attributes, each with its module and attribute."""
+def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[float, ...]]]:
+    """Numbers that modules hold as attributes, or in lists, tuples and dicts that are attributes, each with its module and
+    attribute. An unchanged attribute gives an equal tuple, also of numbers that are NaN."""
     for path, module in model.named_modules():
-        yield from (((path, name), value) for name, value in vars(module).items() if isinstance(value, float))
+        for name, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            if numbers := tuple(each for each in held if isinstance(each, float)):
+                yield (path, name), numbers
