@@ -71,6 +71,7 @@ class PolicyInstaller(abc.ABC):
         self._operands: dict[str, list[Operand]] = {}
         """What this rank sends to the others for the prepared update, by module."""
         self._known: dict[tuple[str, frozenset[str]], Copies] = {}
+        """What `_bind` has found out, by module and storages."""
 
     def check(self, segment: torch.Tensor) -> None:
         """Raises `ManifestMismatch` if the bytes are such that the order of a load would decide what the engine holds."""
