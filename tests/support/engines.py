@@ -177,13 +177,15 @@ class Engine:
             self._leave()
 
     def _show_stacks(self) -> None:
-        """Prints where the threads of its processes stand, and the end of their log."""
-        left = [process for process in self.family() if _takes(SHOW_STACKS, process.pid)]
+        """Prints where the threads of its processes stand, in the kernel and in Python, and the end of their log."""
+        family = self.family()
+        print("still alive:", *map(_left_of, family), sep="\n", file=sys.stderr)
+        left = [process for process in family if _takes(SHOW_STACKS, process.pid)]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(SHOW_STACKS)
         time.sleep(1.0 if left else 0.0)  # nothing says when they have written it
-        print(f"still alive: {left}\n{self.log_tail(400)}", file=sys.stderr)
+        print(self.log_tail(400), file=sys.stderr)
 
     def use(self) -> None:
         """From now on managers of this process find this engine."""
@@ -229,7 +231,8 @@ class Engine:
 
     def log_tail(self, lines: int = 60) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join([f"--- the end of {self.log.name}", *text.splitlines()[-lines:]])
+        # An engine's configuration is some lines of 10,000 characters, for which a report has no room.
+        return "\n".join([f"--- the end of {self.log.name}", *(line[:400] for line in text.splitlines()[-lines:])])
 
     def _run(
         self, module: str, arguments: Sequence[str], fd: int | None = None
@@ -559,6 +562,19 @@ def _takes(number: int, pid: int) -> bool:
     except (OSError, ValueError):
         return False
     return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _left_of(process: psutil.Process) -> str:
+    """The process; where its main thread has ended and others have not, a line for each thread: its state, its name, and what it
+    waits for in the kernel, as far as can be read."""
+    lines = [str(process)]
+    with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        if process.status() == psutil.STATUS_ZOMBIE:
+            for task in sorted(Path(f"/proc/{process.pid}/task").iterdir()):
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                told = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+                lines.append(" ".join([state, *told]))
+    return "\n    ".join(lines)
 
 
 def _alive(process: psutil.Process) -> bool:

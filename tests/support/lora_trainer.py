@@ -63,6 +63,8 @@ class LoRATrainer:
         self._channel.write(json.dumps(plan | {"environment": job}) + "\n")
         self._channel.flush()
         line = self._channel.readline()
+        if not line:
+            self._process.wait(60)  # torch's agent writes down at the end why a rank failed
         assert line, (self._directory / LOG).read_text()[-8000:]
         answer: dict[str, Any] = json.loads(line)
         return answer
