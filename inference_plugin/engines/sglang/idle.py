@@ -17,30 +17,38 @@ __all__ = ["flush_cache", "is_idle"]
 
 def is_idle(scheduler: Any, *, but_for_waiting: bool = False) -> bool:
     """Whether no request computes, or is about to. `but_for_waiting`: requests in the queue don't count."""
-    knows = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
-    with _but_for_the_rest(scheduler):
-        # Before 0.5.21 a waiting request keeps the cache from being flushed.
-        return bool(scheduler.is_fully_idle(**({"ignore_waiting": True} if knows and but_for_waiting else {})))
+    ignored = {"ignore_waiting": True} if but_for_waiting and _can_ignore_waiting(scheduler) else {}
+    with _but_for_the_rest(scheduler, but_for_waiting):
+        return bool(scheduler.is_fully_idle(**ignored))
 
 
 def flush_cache(scheduler: Any) -> bool:
-    """False where SGLang couldn't: requests compute."""
+    """False where SGLang couldn't: requests compute, or wait while it is not paused."""
     if scheduler.enable_hierarchical_cache:
         controller = scheduler.tree_cache.cache_controller
         for copy in (*controller.ack_write_queue, *controller.ack_load_queue):
             copy.finish_event.synchronize()  # of rows that the next requests get
-    with _but_for_the_rest(scheduler):
+    with _but_for_the_rest(scheduler, scheduler._engine_paused):
         return bool(scheduler.flush_cache(empty_cache=False))
 
 
+def _can_ignore_waiting(scheduler: Any) -> bool:
+    """Before 0.5.21 requests in the queue keep SGLang from flushing its cache, also those that it has retracted."""
+    return "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
+
+
 @contextlib.contextmanager
-def _but_for_the_rest(scheduler: Any) -> Iterator[None]:
-    """SGLang asks neither about grammars nor about copies."""
+def _but_for_the_rest(scheduler: Any, but_for_waiting: bool) -> Iterator[None]:
+    """SGLang asks neither about grammars nor about copies, nor about a queue that it cannot ignore by itself."""
     grammars = scheduler.grammar_manager
     compiling, grammars.grammar_queue = grammars.grammar_queue, []
     copies, scheduler.enable_hierarchical_cache = scheduler.enable_hierarchical_cache, False
+    waiting = scheduler.waiting_queue
+    if but_for_waiting and not _can_ignore_waiting(scheduler):
+        scheduler.waiting_queue = []
     try:
         yield
     finally:
         grammars.grammar_queue = compiling
         scheduler.enable_hierarchical_cache = copies
+        scheduler.waiting_queue = waiting

@@ -112,7 +112,7 @@ class SglangAdapterSlots(TensorSlots):
         pool, (layer, name, at) = self._manager.memory_pool, found
         key, number = get_target_module_name(name, pool.target_modules), _layer_number(name)
         buffer, rank = pool.uid_to_buffer_id[slot], self._manager.loras[slot].config.r
-        rows = slice(layer.lora_offsets[at], layer.lora_offsets[at + 1])
+        rows = slice(*layer.output_offset_cpu[at : at + 2].tolist())
         return pool.A_buffer[key][number][buffer][at * rank :], pool.B_buffer[key][number][buffer][rows]
 
     def _first(self, layer: Any, at: int) -> tuple[int, int]:
