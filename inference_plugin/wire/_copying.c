@@ -241,6 +241,8 @@ AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources,
         size_t left = sources[i].nbytes;
         if (i + 1 < count)
             ask_for_pages(sources[i + 1]);
+        if (!left)
+            continue; /* it may have no address */
         if (held) {
             size_t taken = STRIPE_BYTES - held < left ? STRIPE_BYTES - held : left;
             memcpy(joint + held, from, taken);
@@ -316,10 +318,10 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
                (rows == 0 || row_bytes == 0 ||
                 (lies_within(target_start, target_stride, rows, row_bytes, target.len) &&
                  lies_within(source_start, source_stride, rows, row_bytes, source.len)));
-    if (fits) {
+    if (fits && row_bytes) {
         char *to = (char *)target.buf + target_start;
         const char *from = (const char *)source.buf + source_start;
-        const size_t ahead = row_bytes ? ahead_of((size_t)row_bytes, rows > 1 ? (size_t)source_stride : (size_t)row_bytes) : 0;
+        const size_t ahead = ahead_of((size_t)row_bytes, rows > 1 ? (size_t)source_stride : (size_t)row_bytes);
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t row = 0; row < rows; row++, to += target_stride, from += source_stride) {
             if (streaming)
@@ -512,7 +514,8 @@ static void copy_group(Group *group)
     }
 #endif
     for (size_t i = 0; i < group->count; to += group->sources[i].nbytes, i++)
-        memcpy(to, group->sources[i].at, group->sources[i].nbytes);
+        if (group->sources[i].nbytes)
+            memcpy(to, group->sources[i].at, group->sources[i].nbytes);
 }
 
 /* The digest of each group; None, with everything copied, where it can't be made in one pass: see copying.py. */

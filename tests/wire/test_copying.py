@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_a_buffer_that_is_read_only_is_not_written(copy_rows: Callable[..., None
     of = np.ones(8, dtype=np.uint8)
     with pytest.raises((ValueError, TypeError, BufferError)):
         copy_rows(bytes(8), 0, 8, of, 0, 8, 1, 8, True)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("copy_rows", WAYS)
+def test_any_number_of_empty_rows_takes_no_time(copy_rows: Callable[..., None], streaming: bool) -> None:
+    target, empty = np.zeros(8, dtype=np.uint8), (1 << 62, 0, streaming)
+    copying_them = threading.Thread(target=copy_rows, args=(target, 0, 0, bytes(8), 0, 0, *empty), daemon=True)
+    copying_them.start()
+    copying_them.join(10)
+    assert not copying_them.is_alive()
 
 
 TABLE_WAYS = [
