@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ __all__ = ["BoundRows", "RowTable", "helped_s", "row_table"]
 PART_BYTES = 4 << 20
 MOST_THREADS = 16
 """More threads don't copy any faster."""
+START_S = 5.0
+"""Longest time until all threads of a pool have started."""
 
 _helped = threading.local()
 
@@ -63,14 +65,22 @@ class BoundRows(NamedTuple):
         return [self._replace(copies=self.copies[a:b]) for a, b in itertools.pairwise(edges) if a < b]
 
     def copy(self) -> None:
-        """Makes the copies with non-temporal stores, with all cores if they are large; returns once all are made."""
+        """Makes the copies with non-temporal stores, with all cores if they are large. Once it returns or raises, no thread
+        copies any more: what is written next, such as the way back, is not overwritten."""
         parts = min(MOST_THREADS, len(self.copies), 1 + self.nbytes // PART_BYTES)
         threads = min(parts, len(_cores())) if parts > 1 else 1
-        if threads == 1:
+        helpers = _helpers_or_none(threads) if threads > 1 else None
+        if helpers is None:
             copy_table(self.copies, self.targets, self.sources)
             return
         shares = [self._replace(copies=np.ascontiguousarray(self.copies[i::threads])) for i in range(threads)]
-        _helped.seconds = helped_s() + sum(_helpers(threads).map(_copy_share, shares))
+        running: list[Future[float]] = []
+        try:
+            for share in shares:
+                running.append(helpers.submit(_copy_share, share))
+        finally:
+            wait(running)
+        _helped.seconds = helped_s() + sum(each.result() for each in running)
 
 
 def helped_s() -> float:
@@ -136,10 +146,31 @@ def _cores() -> frozenset[int]:
     return frozenset(found or os.sched_getaffinity(0))
 
 
+def _helpers_or_none(threads: int) -> ThreadPoolExecutor | None:
+    """None where the system starts no more threads."""
+    try:
+        return _helpers(threads)
+    except RuntimeError:
+        return None
+
+
 @functools.cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
-    """A pool that stays. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator."""
+    """A pool that stays. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator.
+
+    All of them have started once it returns. A thread that can't start would fail a copy while others are writing, and what was
+    queued for it would be written later. Raises RuntimeError if one can't.
+    """
     cores = _cores()
-    return ThreadPoolExecutor(
+    pool = ThreadPoolExecutor(
         threads, thread_name_prefix="weightwire-copy", initializer=lambda: os.sched_setaffinity(0, cores)
     )
+    all_started = threading.Barrier(threads, timeout=START_S)
+    try:
+        for waiting in [pool.submit(all_started.wait) for _ in range(threads)]:
+            waiting.result()
+    except RuntimeError:
+        all_started.abort()
+        pool.shutdown(wait=False)
+        raise
+    return pool

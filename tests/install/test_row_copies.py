@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -76,6 +78,71 @@ def test_steps_hold_every_copy_once_in_order_and_about_as_many_bytes_as_asked(st
         step.copy()
     wanted = [origins[f"w{i % 2}"][5 * i : 5 * i + n] for i, n in enumerate(numbers)]
     assert torch.equal(flat, torch.cat(wanted))
+
+
+@pytest.fixture
+def two_helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also on one core."""
+    own = os.sched_getaffinity(0)
+    monkeypatch.setattr(rows, "PART_BYTES", 100)
+    monkeypatch.setattr(rows, "_cores", lambda: frozenset(own) | {max(own) + 1 if len(own) == 1 else min(own)})
+    rows._helpers.cache_clear()
+    yield
+    rows._helpers.cache_clear()
+
+
+def two_parts() -> tuple[rows.BoundRows, torch.Tensor]:
+    """A table of two copies, and its target."""
+    flat = torch.zeros(200, dtype=torch.uint8)
+    whole = Placement(Region("w", 0, (200,), (1,)), Region("p", 0, (200,), (1,)), torch.uint8, (200,))
+    table = row_table([whole])
+    assert table is not None
+    return table.bound({"w": torch.ones(200, dtype=torch.uint8)}, {"p": flat}), flat
+
+
+@pytest.mark.usefixtures("two_helpers")
+def test_nothing_is_written_any_more_once_a_copy_is_said_to_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, flat = two_parts()
+    begun, copy_share = threading.Event(), rows._copy_share
+
+    def copy(share: rows.BoundRows) -> float:
+        if share.copies["target_start"][0] == 0:
+            assert begun.wait(10)
+            raise MemoryError("no memory for the table")
+        begun.set()
+        time.sleep(0.2)
+        return copy_share(share)
+
+    monkeypatch.setattr(rows, "_copy_share", copy)
+    with pytest.raises(MemoryError, match="no memory for the table"):
+        bound.copy()
+    flat.zero_()  # the way back
+    time.sleep(0.4)
+    assert not flat.any()
+
+
+@pytest.mark.usefixtures("two_helpers")
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_the_system_starts_no_more_threads_one_thread_copies_all(
+    monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """A failure then would leave a part written, and another one queued that is written later."""
+    start, begun = threading.Thread.start, [0]
+
+    def start_no_more(self: threading.Thread) -> None:
+        begun[0] += 1
+        if begun[0] > started:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    bound, flat = two_parts()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_no_more)
+        bound.copy()
+    assert bool((flat == 1).all()) and begun[0] == started + 1
+    flat.zero_()
+    bound.copy()
+    assert bool((flat == 1).all())
 
 
 def test_what_helpers_work_counts_as_work_of_the_thread_that_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
