@@ -38,6 +38,7 @@ def register() -> None:
 
     from inference_plugin.engines.sglang import hooks
     from inference_plugin.engines.sglang.api import hook_api, name_application
+    from inference_plugin.engines.sglang.kv_events import hook_kv_events
     from inference_plugin.engines.sglang.lora import hook_lora
 
     with all_or_none():
@@ -45,6 +46,7 @@ def register() -> None:
         hooks.hook_scheduler(lacks)
         hooks.hook_own_commands()
         hook_lora()
+        hook_kv_events()
         hook_api()
     name_application()
 

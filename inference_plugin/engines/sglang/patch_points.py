@@ -21,7 +21,9 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "run_batch", ("batch",), "wrapped: notes when a step ran, for the throttle"),
     PatchPoint(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn; called: those that were held"),
     PatchPoint(_SCHEDULER + "_maybe_namespace_elastic_radix_cache", ("req",), "wrapped: new requests get the version's prefix namespace"),
-    PatchPoint(_SCHEDULER + "_record_kv_event_lora_name", ("req", "lora_name"), "called: KV events find an adapter's name under the new namespace", since="0.5.23"),
+    PatchPoint("sglang.srt.mem_cache.events:KvEventLoraNames.register", ("req", "lora_name", "lora_id"), "wrapped: KV events keep an adapter's name without the version's namespace", since="0.5.23"),
+    PatchPoint("sglang.srt.mem_cache.events:KvEventLoraNames.get", ("extra_key",), "wrapped: and find it so", since="0.5.23"),
+    PatchPoint("sglang.srt.mem_cache.events:KvEventLoraNames.resolve", ("extra_key",), "wrapped: as `get`", since="0.5.23"),
     # pipelines
     PatchPoint(_SCHEDULER + "get_next_batch_to_run", ("running_batch", "last_batch"), "wrapped: stages plan nothing before a turn and while paused"),
     PatchPoint("sglang.srt.managers.schedule_batch:NextBatchPlan", ("batch_to_run", "running_batch"), "made: no batch"),

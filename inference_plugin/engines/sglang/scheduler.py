@@ -24,6 +24,7 @@ from inference_plugin.engines.sglang.in_flight import (
     unbegun_diffusion,
     why_not_again,
 )
+from inference_plugin.engines.sglang.kv_events import in_namespace
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.served import ServedModel
@@ -288,10 +289,7 @@ class SchedulerRank:
             return
         forget_old_turns(self.scheduler, request)
         request.weightwire_key = own
-        # SGLang's KV events find an adapter's name by the end of the key, or by the whole one.
-        request.extra_key = "|".join(filter(None, [self.namespace, own])) or own
-        if hasattr(self.scheduler, "_record_kv_event_lora_name"):
-            self.scheduler._record_kv_event_lora_name(request, None)
+        request.extra_key = in_namespace(self.namespace, own)
 
     @contextlib.contextmanager
     def _queue_unlimited(self) -> Iterator[None]:
