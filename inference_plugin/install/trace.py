@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from inference_plugin.install.coverage import Destination
 from inference_plugin.install.findings import LoadFindings
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
-from inference_plugin.install.storages import named_tensors, storage_id, written_tensors
+from inference_plugin.install.storages import named_tensors, storage_id, tensors_among, written_tensors
 from inference_plugin.install.traced import (
     CopiedRegion,
     Derived,
@@ -125,7 +124,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         kwargs = kwargs or {}
         if func is _ATEN.copy_.default and self._copy(args[0], args[1]):
             return args[0]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_among((*args, *kwargs.values()))
         known = {storage_id(tensor) for tensor in inputs}
         written = written_tensors(func, args, kwargs)
         self._unfilled -= {storage_id(target) for target in written}
@@ -144,8 +143,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             if origins:  # note it here: a loader may catch the exception and do something else
                 self.findings.refuse_all(f"{func} on {_words(origins)} cannot be traced: {error}")
             raise
-        for output in tree_leaves(result):
-            if isinstance(output, Tensor) and storage_id(output) not in known:
+        for output in tensors_among((result,)):
+            if storage_id(output) not in known:
                 self._made(func, output, args, origins)
         return result
 
