@@ -9,6 +9,7 @@ import torch
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import EngineModel, InstallTerms, Throttle
 from inference_plugin.install.loader import LoaderInstaller, PartLoaderInstaller
+from inference_plugin.install.memory import without_full_collections
 from inference_plugin.install.negotiation import agree
 from inference_plugin.install.policies import (
     CopyInstaller,
@@ -88,7 +89,7 @@ class ModelInstaller:
                 continue
             if (known.manifest, known.partial, known.expert_places) == asked:
                 return known
-        with model.lock:
+        with model.lock, without_full_collections():
             self._proven = agree(model, manifest, partial=partial, sharing=sharing)
         return self._proven
 

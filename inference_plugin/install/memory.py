@@ -1,4 +1,4 @@
-"""Memory of second sets: requests large pages, and frees memory without delaying the engine."""
+"""Memory of second sets: requests large pages, and frees memory without delaying the engine. Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from inference_plugin.devices import start_thread
 from inference_plugin.install.standby import StandbyWeights
 
-__all__ = ["ReturningMemory", "ask_for_large_pages", "free_later", "return_freed_memory"]
+__all__ = ["ReturningMemory", "ask_for_large_pages", "free_later", "return_freed_memory", "without_full_collections"]
 
 LARGE_PAGE_BYTES = 2 << 20
 
@@ -23,6 +24,32 @@ FREE_AFTER_S = 0.2
 
 FREE_REST_S = 0.002
 """Pause between two modules that are freed, in which the engine's thread runs."""
+
+_NEVER = (1 << 31) - 1
+_without_full = threading.Lock()
+_thresholds: list[tuple[int, int, int]] = []
+"""Those of before, once for each `without_full_collections` that has not ended."""
+
+
+@contextlib.contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Meanwhile Python's garbage collector looks at younger objects only, unless somebody sets its thresholds.
+
+    A full collection looks at all objects of the process, in tens of milliseconds of the engine's own thread. What a trace and a
+    proof of tens of thousands of tensors make would set off dozens of them.
+    """
+    with _without_full:
+        before = _thresholds[0] if _thresholds else gc.get_threshold()
+        if not _thresholds:
+            gc.set_threshold(*before[:2], _NEVER)
+        _thresholds.append(before)
+    try:
+        yield
+    finally:
+        with _without_full:
+            _thresholds.pop()
+            if not _thresholds and gc.get_threshold() == (*before[:2], _NEVER):
+                gc.set_threshold(*before)
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:

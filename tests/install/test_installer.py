@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.memory import without_full_collections
 from inference_plugin.wire.errors import (
     CommitFailed,
     EngineUnsupported,
@@ -105,6 +106,49 @@ def test_an_installation_that_never_began_needs_no_way_back() -> None:
         case.installer.install(segment_of(checkpoint(1), case.manifest))
     case.installer.undo(None)
     assert case.serves(0)
+
+
+@contextlib.contextmanager
+def full_collections() -> Iterator[list[str]]:
+    """Notes those of Python's garbage collector, which comes often, and has only what is made from now on to look at."""
+    seen: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            seen.append(phase)
+
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.collect()  # so that it counts no older object
+    gc.set_threshold(50, 1, 1)
+    gc.callbacks.append(note)
+    try:
+        yield seen
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def test_a_group_that_is_opened_sets_off_no_full_garbage_collection() -> None:
+    """Each would keep the engine's own thread from running, for longer the more objects the engine has."""
+    case = Case("copy")
+    with full_collections() as seen:
+        case.installer.open(case.manifest, "copy", partial=True)
+        assert seen == [] and gc.get_threshold() == (50, 1, 1)
+        with pytest.raises(ManifestMismatch):
+            case.installer.open(manifest_of({"unknown": torch.zeros(2)}), "copy", partial=True)
+        assert seen == [] and gc.get_threshold() == (50, 1, 1)
+        case.update(1)
+    assert case.serves(1)
+
+
+def test_thresholds_that_the_engine_sets_while_groups_are_opened_stay() -> None:
+    with full_collections():
+        with without_full_collections(), without_full_collections():
+            assert gc.get_threshold()[:2] == (50, 1) and gc.get_threshold()[2] > 1 << 30
+            gc.set_threshold(700, 10, 10)
+        assert gc.get_threshold() == (700, 10, 10)
 
 
 def alive(addresses: set[int]) -> set[int]:
