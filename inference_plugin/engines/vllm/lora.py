@@ -59,6 +59,8 @@ class VllmAdapterSlots(TensorSlots):
 
     def _load(self, request: Any) -> Any:
         """The adapter that a request asks for: of an update's tensors if one brought it, else as the manager's class loads it."""
+        held = self._workers.list_adapters()  # of others the name is noted again once they are loaded again
+        self._names = {number: name for number, name in self._names.items() if number in held}
         self._names[request.lora_int_id] = request.lora_name
         tensors = self._tensors.get(request.lora_name)
         if tensors is None:
