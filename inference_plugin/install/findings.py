@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ class LoadFindings:
         self._broke_at = ""
         self._made_of_nothing: set[str] = set()
         self._kept: set[tuple[str, str]] = set()
+        self._numbers: Mapping[tuple[str, str], tuple[float, ...]] = {}
         self._casts: dict[str, str] = {}
         self._wanted: dict[str, torch.dtype] = {}
 
@@ -76,6 +77,10 @@ class LoadFindings:
         """A module keeps there what the loader made of checkpoint tensors, outside parameters and buffers."""
         self._kept.add((module, attribute))
 
+    def read_numbers(self, held: Mapping[tuple[str, str], tuple[float, ...]]) -> None:
+        """The loader read values of tensors, and modules hold these numbers after it."""
+        self._numbers = held
+
     def broke(self, reason: str, last: str) -> None:
         """The loader raised: it can't take these tensors, at least not on the meta device. `last`: the one it was given last."""
         self._broke, self._broke_at = True, last
@@ -92,6 +97,7 @@ class LoadFindings:
                 unused=untouched,
                 made_of_nothing=frozenset(self._made_of_nothing),
                 kept=frozenset(self._kept),
+                numbers=self._numbers,
             )
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:
@@ -129,6 +135,7 @@ class LoadFindings:
             refused=dict(self._refused),
             refused_sources={name: tuple(sorted(self._refused_sources[name])) for name in self._refused},
             unused=tuple(name for name in self._names if name not in used),
+            numbers=self._numbers,
             made_of_nothing=frozenset(self._made_of_nothing),
             uncovered=uncovered,
             doubled=tuple(doubled),

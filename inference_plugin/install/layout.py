@@ -84,7 +84,7 @@ class LiveLayout:
                 self.plain_placements.append(placement)
             for name in owners.get(key, ()):
                 self.rebuilt_placements[name].append(placement)
-        self._references = LiveReferences(self._post, self._trials, self.written, plan.kept)
+        self._references = LiveReferences(self._post, self._trials, self.written, plan)
         self._uncovered = {self._key_of[name] for name in plan.uncovered}
         """Storages of which the plan leaves elements unwritten."""
         self._gaps = self._find_gaps()

@@ -24,9 +24,11 @@ from inference_plugin.install.graph import (
     words,
 )
 from inference_plugin.install.late_values import NO_WEIGHTS, LateValues
+from inference_plugin.install.plan import PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
 from inference_plugin.install.standby import LiveTensor
+from inference_plugin.install.traced import plain_numbers
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
@@ -44,7 +46,8 @@ class _Reset(NamedTuple):
 class LiveReferences:
     """`written`: the storages that updates write, by key.
 
-    `kept`: the attributes in which a load leaves what it makes of a checkpoint (`PlacementPlan.kept`).
+    `plan`: that of a load which was also run for real on the skeleton since it was traced: numbers that differ after the two are
+    made of the weights.
 
     `unexplained`: tensors that no update writes or derives, that the constructor didn't make, and that are no working memory.
     `apart`: parameters of modules that hang on the model and are not registered in it.
@@ -55,11 +58,13 @@ class LiveReferences:
         post: PostProcessing,
         trials: Mapping[str, Trial],
         written: Collection[str],
-        kept: Collection[tuple[str, str]],
+        plan: PlacementPlan,
     ) -> None:
         self._post = post
         self._model = post.model
-        self._kept = kept
+        held = plain_numbers(self._model.skeleton) if plan.numbers else ()
+        self._kept = plan.kept | {place for place, numbers in held if plan.numbers.get(place) != numbers}
+        """The attributes in which a load leaves what it makes of a checkpoint."""
         self.views: list[LiveTensor] = []
         """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
@@ -194,7 +199,7 @@ class LiveReferences:
 
 def _holds_numbers(value: Any) -> bool:
     held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(each, float) for each in held)
+    return any(isinstance(each, int | float) for each in held)
 
 
 def _table(holder: Any) -> Any:

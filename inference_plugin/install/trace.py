@@ -94,7 +94,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
-        self._plain_numbers = dict(plain_numbers(model))
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -358,13 +357,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             )
 
     def _check_attributes(self) -> None:
-        """Refuses the plan if a module keeps tensors of the checkpoint, or numbers that the loader made of them, outside
-        parameters and buffers."""
+        """Refuses the plan if a module keeps tensors of the checkpoint, or their values, outside parameters and buffers."""
         if self._numbers:
-            for place, numbers in plain_numbers(self._model):
-                if numbers != self._plain_numbers.get(place):
-                    self._unused_numbers.update(self._numbers)
-                    self.findings.kept(*place)
+            self.findings.read_numbers(dict(plain_numbers(self._model)))
         for path, module in self._model.named_modules():
             for attribute, value in vars(module).items():
                 if attribute in ("_parameters", "_buffers", "_modules"):

@@ -95,10 +95,10 @@ def outermost_first(tensor: Tensor) -> list[int]:
 
 
 def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[float, ...]]]:
-    """Numbers that modules hold as attributes, or in lists, tuples and dicts that are attributes, each with its module and
-    attribute. An unchanged attribute gives an equal tuple, also of numbers that are NaN."""
+    """Numbers and truth values that modules hold as attributes, or in lists, tuples and dicts that are attributes, each with its
+    module and attribute. An unchanged attribute gives an equal tuple, also of numbers that are NaN."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            if numbers := tuple(each for each in held if isinstance(each, float)):
+            if numbers := tuple(each for each in held if isinstance(each, int | float)):
                 yield (path, name), numbers

@@ -326,6 +326,20 @@ class CountingInAList(Counting):
     kept = staticmethod(lambda number: [number])
 
 
+class CountingInWhole(Counting):
+    kept = staticmethod(lambda number: round(1 / number))
+
+
+class Signed(Counting):
+    kept = staticmethod(lambda number: number > 0)
+
+
+class Clamped(Counting):
+    """A scale that no checkpoint has yet is negative."""
+
+    kept = staticmethod(lambda number: number if number > 0 else 1.0)
+
+
 class CountingBesideNaN(Counting):
     """What is NaN before and after the load was not made by it."""
 
@@ -334,7 +348,7 @@ class CountingBesideNaN(Counting):
         self.unknown = float("nan")
 
 
-@pytest.mark.parametrize("model", [Counting, CountingInAList, CountingBesideNaN])
+@pytest.mark.parametrize("model", [Counting, CountingInAList, CountingInWhole, Signed, Clamped, CountingBesideNaN])
 def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_by_name(model: type[Model]) -> None:
     manifest = manifest_of({**weights(0), "scale": torch.ones(1)})
     engine = Engine(model=model)
