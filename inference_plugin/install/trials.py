@@ -48,10 +48,12 @@ class Trial:
     constant: frozenset[Path] = frozenset()
     """Objects in `inner` that do not depend on the weights: the live one stays wherever it differs, with what the engine has put
     into it since."""
+    decides: bool = False
+    """Whether a settled attribute is a number: weights other than those of the trials may decide otherwise."""
 
     @property
     def rebuilds(self) -> bool:
-        return bool(self.replaced or self.moved or self.buffers or self.added)
+        return bool(self.replaced or self.moved or self.buffers or self.added or self.decides)
 
 
 def run_trials(post: PostProcessing, free_bytes: float = math.inf) -> dict[str, Trial]:
@@ -111,7 +113,8 @@ def _try(post: PostProcessing, module: str) -> Trial:
             buffers.add(name)
     added, reductions = _added_by(post, module, one), len(asked[0].operands)
     sorted_out = frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers)
-    return Trial(*sorted_out, added, reductions, inner, frozenset(constant))
+    decides = any(path in settled and isinstance(value, (int, float)) for path, value in one.changes().items())
+    return Trial(*sorted_out, added, reductions, inner, frozenset(constant), decides)
 
 
 def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset[str]:

@@ -241,6 +241,33 @@ def test_what_an_engine_folds_into_a_buffer_once_is_folded_anew_after_each_commi
     assert mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
 
 
+class Judge(Method):
+    """Only notes what the weights are like. Neither trial weights nor the first ones are so large."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.is_large = bool((layer.weight > 1e6).any())
+
+
+class Judged(Model):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.judged = Layer(Judge())
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_post_processing_decides_by_the_weights_alone_follows_every_update(policy: str) -> None:
+    engine = Engine(model=Judged)
+    judged: Any = engine.live.judged
+    judged.weight.data.fill_(1.0)
+    judged.quant_method.process_weights_after_loading(judged)
+    manifest = manifest_of(weights(0) | {"judged.weight": torch.ones(SIZE, SIZE)})
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    for seed, large in ((1, True), (2, False), (3, True)):
+        update(installer, manifest, weights(seed) | {"judged.weight": torch.full((SIZE, SIZE), 1e7 if large else 1.0)})
+        assert judged.is_large is large
+
+
 @pytest.mark.parametrize("policy", ["copy", "standby"])
 def test_the_way_back_restores_it_too(policy: str) -> None:
     engine = Engine()
