@@ -39,7 +39,7 @@ class Trial:
     buffers: frozenset[str]
     """Buffers that it writes with values that depend on the weights."""
     added: frozenset[str]
-    """Parameters that it adds, with memory of their own."""
+    """Parameters that it adds, with memory of their own or that of a parameter that it removes."""
     reductions: int = 0
     """How often it reduces a tensor over the ranks."""
     inner: Mapping[Path, frozenset[Path]] = field(default_factory=dict)
@@ -118,8 +118,8 @@ def _try(post: PostProcessing, module: str) -> Trial:
 
 
 def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset[str]:
-    """The parameters with memory of their own that post-processing added. Raises `EngineUnsupported` if the live module holds
-    other parameters than the finished stand-in, or other views of its weights."""
+    """The parameters that post-processing added, with memory of their own or that of a parameter that it removed. Raises
+    `EngineUnsupported` if the live module holds other parameters than the finished stand-in, or other views of its weights."""
     held = {name for name, p in post.live_modules[module]._parameters.items() if p is not None and p.numel()}
     made = {name: p for name, p in finished.module._parameters.items() if p is not None and p.numel()}
     if wrong := sorted(held ^ made.keys()):
@@ -128,7 +128,9 @@ def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset
             phase="open",
         )
     added = {name for name in made if finished.parameters.get(name) is None}
-    views = {name for name in added if finished.region(made[name]) is not None}
+    regions = {name: region for name in added if (region := finished.region(made[name])) is not None}
+    # A view of a parameter that the live module lacks is that parameter, renamed: it is rebuilt with the module.
+    views = {name for name, region in regions.items() if region.tensor in post.storages.tensors}
     if wrong := [name for name in sorted(views) if not post.settled(module, (name,), made[name], finished)]:
         raise EngineUnsupported(
             f"{module} of the live model is not the view of its weights that the engine's post-processing makes: "

@@ -173,6 +173,53 @@ def test_a_parameter_that_the_loader_makes_anew_at_each_load_has_the_bytes_of_th
         assert engine.state() == cold(seed, anew=True)
 
 
+class Renames(Packs):
+    """As NVFP4 and MXFP4 of compressed-tensors in vLLM: the weight that is loaded stays where it is, under another name."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.weight = nn.Parameter(layer.get_parameter("packed").data, requires_grad=False)
+        del layer.packed
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.quant_method = Renames()  # type: ignore[assignment]
+        self.layer.packed = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_parameter_that_post_processing_renames_has_the_bytes_of_the_update(policy: str) -> None:
+    class RenamedEngine(LiveModel):
+        post_processing = Packs
+
+        def free_bytes(self) -> int:
+            return 1 << 40
+
+    sent = [{"layer.packed": torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+    live, (skeleton, constants) = Renamed(), build_skeleton(Renamed, torch.no_grad())
+    live.load_weights(sent[0].items())
+    Renames().process_weights_after_loading(live.layer)
+    installer, manifest = (
+        ModelInstaller(RenamedEngine(live, torch.device("cpu"), skeleton, constants)),
+        manifest_of(sent[0]),
+    )
+    installer.open(manifest, policy, partial=False)
+    before = update(installer, manifest, sent[1])
+    assert torch.equal(live.get_parameter("layer.weight"), sent[1]["layer.packed"])
+    segment = segment_of(sent[2], manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    assert torch.equal(live.get_parameter("layer.weight"), sent[2]["layer.packed"])
+    installer.undo(before if policy == "copy" else None)
+    assert torch.equal(live.get_parameter("layer.weight"), sent[1]["layer.packed"])
+
+
 def test_a_live_parameter_that_nothing_explains_refuses_the_model_by_name() -> None:
     engine = Engine()
     engine.live.gain = nn.Parameter(torch.ones(SIZE), requires_grad=False)
