@@ -156,9 +156,11 @@ class LiveLayout:
         return padded or needs_no_checkpoint(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
-        """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it."""
-        key = self._key_of[parameter]
-        return key in self._plain and key not in self.written and not self._model.was_updated(key)
+        """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it; or each update
+        makes its module anew from the constructor's value, as a load does that doesn't write it."""
+        key, module = self._key_of[parameter], parameter.rpartition(".")[0]
+        anew = module in self.rebuilt and key in self._model.constants
+        return key not in self.written and (not self._model.was_updated(key) if key in self._plain else anew)
 
     def halved(self) -> list[str]:
         """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""
@@ -169,8 +171,7 @@ class LiveLayout:
 
         Without modules that the engine pads: an engine that started with random weights has them in the padding as well.
         """
-        live = self.live_storages()
-        wrong = []
+        live, wrong = self.live_storages(), list[str]()
         for fill in self._plan.fills:
             key = fill.dest.tensor
             if key in live and not self._model.pads(self._post.live_modules[key.rpartition(".")[0]]):
@@ -327,8 +328,7 @@ class LiveLayout:
     def read_rebuilt(self, module: str, unpacking: Unpacking) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The plain parameters that a rebuilt live module computes with, flat, by key; and the reasons why others can't be
         read, by key."""
-        found: dict[str, torch.Tensor] = {}
-        unreadable: dict[str, str] = {}
+        found, unreadable = dict[str, torch.Tensor](), dict[str, str]()
         for parameter in self.rebuilt[module]:
             key = self._key_of[f"{module}.{parameter}"]
             if key in self._plain:

@@ -62,8 +62,8 @@ class PlacementPlan:
     - `fills`: constants, which a replay writes before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
       that the loader needs for it; empty if they are unknown.
-    - `refusal`: why the whole plan is unusable; everything but `unused`, `made_of_nothing`, `kept` and `numbers` is then empty. `broke`: the
-      loader raised. `broke_at`: the tensor that it had been given last; "" if none.
+    - `refusal`: why the whole plan is unusable; everything but `unused`, `made_of_nothing`, `kept` and `numbers` is then empty.
+      `broke`: the loader raised. `broke_at`: the tensor that it had been given last; "" if none.
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`. If the plan is refused:
       names with which the loader did nothing.
     - `made_of_nothing`: destinations that the loader computes from memory of its own, into which it loaded no tensor.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -147,6 +147,29 @@ def test_scales_that_the_engines_checkpoint_filled_must_be_sent(own: dict[str, f
     installer.open(manifest, "standby", partial=False)
     update(installer, manifest, weights(1, key_scale=4.0, value_scale=5.0))
     assert held(engine.live) == held(started(weights(1, key_scale=4.0, value_scale=5.0)))
+
+
+class ReadsItsCheckpoint(Engine):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self.own
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_scale_that_the_engines_checkpoint_lacks_too_is_made_of_the_one_that_is_sent(policy: str) -> None:
+    """As `kv_scale` in vLLM's and SGLang's caches in FP8: the scale of the keys, which the values share."""
+    engine = ReadsItsCheckpoint(weights(0, key_scale=2.0))
+    with pytest.raises(ManifestMismatch, match=r"no tensor of the manifest fills .*cache\.key_scale"):
+        ModelInstaller(engine).open(manifest_of(weights(0)), policy, partial=False)
+    manifest = manifest_of(weights(0, key_scale=2.0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    for seed in (1, 2, 0):
+        update(installer, manifest, weights(seed, key_scale=3.0 + seed))
+        assert held(engine.live) == held(started(weights(seed, key_scale=3.0 + seed)))
 
 
 @pytest.mark.parametrize("name", ["linear.up", "linear.down"])
