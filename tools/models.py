@@ -161,6 +161,9 @@ tokens are that kernel's. For `fp8_per_tensor` vLLM lacks the kernel that quanti
 multiplies. Its activations share one scale per batch, so a prompt whose beginning is cached is answered otherwise than
 before: engines of this row run without the prefix cache.
 
+Of checkpoints that are quantised, vLLM multiplies NVFP4 and MXFP8 as it does on a GPU without a kernel for them; the tests bring
+the products of blocks in FP8, of MXFP4 and of experts, as above.
+
 *bailing_moe* (Ling), *mimo* and *solar* are models that transformers lacks: another of its models has the same tensors, and the
 checkpoint has the published names and configuration. Others that it lacks, such as *step3_text*, are written by name and shape.
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 VLLM = [
     *("deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"),
     *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq", "llama-fp8-by-the-engine"),
-    "llama-fp8_per_tensor-without-its-kernel",
+    *("llama-fp8_per_tensor-without-its-kernel", "llama-compressed-nvfp4", "llama-fp8-one-kv-scale"),
 ]
 SGLANG: list[tuple[str, InstallPolicy]] = [
     *((name, "standby") for name in ("glm4_moe", "gemma2", "helium", "apertus", "bert-embedding", "minicpm3")),

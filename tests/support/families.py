@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
-from tests.support.quantised import FP8_FOR_SGLANG, QUANTISED
-from tests.support.written_checkpoints import WRITTEN
+from tests.support.quantised import FOR_VLLM, FP8, QUANTISED
+from tests.support.written_checkpoints import REWARD, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
@@ -245,6 +245,11 @@ ENCODER: dict[str, Any] = {
     "tie_word_embeddings": REMOVED,
     "position_embedding_type": "absolute",
 }
+LONG = ENCODER | {"max_position_embeddings": 1026}
+PADDED: dict[str, Any] = {"pad_token_id": 1}
+NEAR = ENCODER | {"local_attention": 32}
+MIXTRAL: dict[str, Any] = LOCAL_EXPERTS | {"num_attention_heads": 2}
+PRIVATE: dict[str, Any] = LOCAL_EXPERTS | {"intermediate_size": 64, "sliding_window": 32}
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -257,6 +262,7 @@ TWO_KINDS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attentio
 WHOLE_PROMPTS: dict[str, Any] = {"enable_prefix_caching": False}
 """Where one scale is taken over all activations of a batch, an answer depends on what is computed with it: a prompt whose
 beginning is cached is answered otherwise than before, by the same weights."""
+CACHES: dict[str, dict[str, Any]] = {"llama-fp8-one-kv-scale": {"kv_cache_dtype": "fp8"}}
 NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
 """With a cache of prefixes vLLM takes the intermediate states of a Mamba-2 layer, which its kernel on a CPU does not return."""
 CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
@@ -900,6 +906,68 @@ FAMILIES: dict[str, Family] = {
             )
             for stem, shape in (("Bert", ENCODER), ("Qwen2", TWO_HEADS))
         ),
+        *(
+            _family(name, stem, model=f"{stem}{kind}", answer=answer, engines=("vllm",), **shape)
+            for name, stem, kind, answer, shape in (
+                ("roberta-classifier", "Roberta", "ForSequenceClassification", "classify", LONG | CLASSES | PADDED),
+                (
+                    "xlm-roberta-classifier",
+                    "XLMRoberta",
+                    "ForSequenceClassification",
+                    "classify",
+                    LONG | CLASSES | PADDED,
+                ),
+                (
+                    "roberta-token-classifier",
+                    "Roberta",
+                    "ForTokenClassification",
+                    "token_classify",
+                    LONG | CLASSES | PADDED,
+                ),
+                (
+                    "modernbert-token-classifier",
+                    "ModernBert",
+                    "ForTokenClassification",
+                    "token_classify",
+                    NEAR | CLASSES,
+                ),
+                ("bert-masked", "Bert", "ForMaskedLM", "token_classify", ENCODER | {"tie_word_embeddings": False}),
+                (
+                    "privacy_filter",
+                    "OpenAIPrivacyFilter",
+                    "ForTokenClassification",
+                    "token_classify",
+                    PRIVATE | CLASSES,
+                ),
+                ("mixtral-classifier", "Mixtral", "ForSequenceClassification", "classify", MIXTRAL | CLASSES),
+                ("qwen3_moe-classifier", "Qwen3Moe", "ForSequenceClassification", "classify", EXPERTS | CLASSES),
+            )
+        ),
+        *(
+            _family(
+                f"{stem.lower()}-embedding",
+                stem,
+                model=f"{stem}Model",
+                answer="embed",
+                vllm={"runner": "pooling"},
+                engines=("vllm",),
+                **shape,
+            )
+            for stem, shape in (
+                ("Qwen2", TWO_HEADS),
+                ("Mistral", {}),
+                ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 32}),
+            )
+        ),
+        _family(
+            "llama-bidirectional",
+            "Llama",
+            model="LlamaModel",
+            architecture="LlamaBidirectionalModel",
+            answer="embed",
+            pooling="avg",
+            engines=("vllm",),
+        ),
         # rerankers: vLLM makes the head of a classifier of some rows of the language model's, while it loads
         *(
             _family(
@@ -917,6 +985,7 @@ FAMILIES: dict[str, Family] = {
         ),
         # models that transformers lacks
         *(Family(name, maker, vllm=vllm, engines=("vllm",)) for name, (maker, vllm) in WRITTEN.items()),
+        Family("qwen2-reward", REWARD, "token_classify", engines=("vllm",)),
         # quantised
         _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),
         _existing(
@@ -976,9 +1045,10 @@ FAMILIES: dict[str, Family] = {
             )
         ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
+        *(Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS, stand_ins=True) for name, maker in FP8.items()),
         *(
-            Family(name, maker, "tokens", "bfloat16", engines=("sglang",), stand_ins=True)
-            for name, maker in FP8_FOR_SGLANG.items()
+            Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS | CACHES.get(name, {}), engines=("vllm",))
+            for name, maker in FOR_VLLM.items()
         ),
         *(
             _family(

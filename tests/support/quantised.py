@@ -1,8 +1,8 @@
 """Tiny Llamas as the common quantisers write them: packed weights, scales and zero points of linear layers.
 
 The bits are drawn from the seed, and no quantiser computes them: an update is right if the engine holds after it what it holds
-after it has loaded the same checkpoint, whatever these weights are worth. Formats: compressed-tensors `pack-quantized` and
-`int-quantized`, AutoGPTQ (`checkpoint_format` "gptq"), AutoAWQ ("gemm").
+after it has loaded the same checkpoint, whatever these weights are worth. Formats: compressed-tensors, AutoGPTQ
+(`checkpoint_format` "gptq"), AutoAWQ ("gemm"), ModelOpt, and FP8 as DeepSeek and vLLM's own tools write it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import Maker, load, rewrite
+from tests.support.checkpoints import Maker, gpt_oss, load, rewrite
 from tests.support.models import make_llama, make_qwen3, make_qwen3_moe
 
-__all__ = ["FP8_FOR_SGLANG", "QUANTISED", "that_start", "w4a16"]
+__all__ = ["FOR_VLLM", "FP8", "QUANTISED", "that_start", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -24,7 +24,7 @@ GROUP = 32
 IN_A_WORD = 8
 """Numbers of four bits in an int32."""
 
-NEED_AVX512 = ("w4a16", "gptq", "awq", "fp8-kv-scales", "fp8-kv-scales-whole")
+NEED_AVX512 = ("w4a16", "w4a16-asymmetric", "gptq", "awq", "fp8-kv-scales", "fp8-kv-scales-whole", "fp8-one-kv-scale")
 """vLLM for CPUs without AVX-512 (`_C_AVX2`) has no kernel for four-bit weights or an FP8 KV cache: no engine starts."""
 
 Parts = Mapping[str, torch.Tensor]
@@ -70,6 +70,11 @@ def gptq(*, act_order: bool) -> Quantise:
     return quantise
 
 
+def pack_quantized_asymmetric(rows: int, columns: int, random: torch.Generator) -> Parts:
+    zeros = _words(rows // IN_A_WORD, columns // GROUP, random=random)
+    return {**pack_quantized(rows, columns, random), "weight_zero_point": zeros}
+
+
 def awq(rows: int, columns: int, random: torch.Generator) -> Parts:
     return {
         "qweight": _words(columns, rows // IN_A_WORD, random=random),
@@ -86,6 +91,15 @@ def int8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
     }
 
 
+def int8_dynamic(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {name: made for name, made in int8_static(rows, columns, random).items() if name != "input_scale"}
+
+
+def int8_asymmetric(rows: int, columns: int, random: torch.Generator) -> Parts:
+    zero = torch.tensor([3 + random.initial_seed()], dtype=torch.int8)
+    return {**int8_static(rows, columns, random), "input_zero_point": zero}
+
+
 def fp8_blocks(rows: int, columns: int, random: torch.Generator) -> Parts:
     return {
         "weight": torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn),
@@ -93,12 +107,66 @@ def fp8_blocks(rows: int, columns: int, random: torch.Generator) -> Parts:
     }
 
 
-def fp8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
+def fp8_static(*shape: int, shared: bool = False) -> Quantise:
+    """Scales of the form `shape`. `shared`: all layers have one scale of their inputs, as the parts of an expert must."""
+
+    def quantise(rows: int, columns: int, random: torch.Generator) -> Parts:
+        inputs = torch.full(shape, random.initial_seed() % 7) if shared else torch.rand(shape, generator=random)
+        return {
+            "weight": torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn),
+            "weight_scale": 0.1 + 0.1 * torch.rand(shape, generator=random),
+            "input_scale": 0.01 + 0.01 * inputs,
+        }
+
+    return quantise
+
+
+def fp8_dynamic(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {name: made for name, made in fp8_static()(rows, columns, random).items() if name != "input_scale"}
+
+
+def fp8_channels(rows: int, columns: int, random: torch.Generator) -> Parts:
+    weight = torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
+    return {"weight": weight, "weight_scale": 20 * _scales(rows, 1, random=random)}
+
+
+def mxfp8(rows: int, columns: int, random: torch.Generator) -> Parts:
+    weight = torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
+    return {"weight": weight, "weight_scale": _exponents(rows, columns, random)}
+
+
+def mxfp4(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {"weight_packed": _pairs(rows, columns, random), "weight_scale": _exponents(rows, columns, random)}
+
+
+def nvfp4(rows: int, columns: int, random: torch.Generator) -> Parts:
+    """As ModelOpt writes it. The scales of whole matrices are those of all layers: fused ones must share them."""
     return {
-        "weight": torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn),
-        "weight_scale": 0.1 + 0.1 * torch.rand((), generator=random),
-        "input_scale": 0.01 + 0.01 * torch.rand((), generator=random),
+        "weight": _pairs(rows, columns, random),
+        "weight_scale": (0.5 + torch.rand(rows, columns // 16, generator=random)).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.05 + 0.02 * random.initial_seed()),
+        "input_scale": torch.tensor(0.01 + 0.002 * random.initial_seed()),
     }
+
+
+def compressed_nvfp4(rows: int, columns: int, random: torch.Generator) -> Parts:
+    """As compressed-tensors writes it: the scales of whole matrices divide."""
+    made = nvfp4(rows, columns, random)
+    return {
+        "weight_packed": made["weight"],
+        "weight_scale": made["weight_scale"],
+        "weight_global_scale": made["weight_scale_2"].reshape(1).reciprocal(),
+        "input_global_scale": made["input_scale"].reshape(1).reciprocal(),
+    }
+
+
+def _pairs(rows: int, columns: int, random: torch.Generator) -> torch.Tensor:
+    """Codes of four bits, two in a byte."""
+    return torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8)
+
+
+def _exponents(rows: int, columns: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randint(120, 126, (rows, columns // GROUP), generator=random, dtype=torch.uint8)
 
 
 def _llama(quantise: Quantise, config: dict[str, Any], make: Callable[..., Path] = make_llama, **shape: Any) -> Maker:
@@ -124,7 +192,7 @@ def _compressed(packing: str, weights: dict[str, Any], inputs: dict[str, Any] | 
         "quantization_status": "compressed",
         "format": packing,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -133,6 +201,9 @@ def _compressed(packing: str, weights: dict[str, Any], inputs: dict[str, Any] | 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+PER_TOKEN = {"strategy": "token", "dynamic": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+FLOAT4 = FLOAT8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 GPTQ = {
     "quant_method": "gptq",
     "bits": 4,
@@ -148,14 +219,86 @@ def w4a16(**shape: Any) -> Maker:
     return _llama(pack_quantized, _compressed("pack-quantized", INT4, None), **shape)
 
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+ROUTERS = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+"""Layers of a mixture that are not quantised."""
+DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+STATIC_FP8 = DYNAMIC | {"activation_scheme": "static"}
+BLOCKS: dict[str, Any] = DYNAMIC | {"weight_block_size": [GROUP, GROUP]}
 
-FP8_FOR_SGLANG: dict[str, Maker] = {
-    "qwen3-fp8-blocks": _llama(fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}, make_qwen3, tied=False),
-    "qwen3_moe-fp8-blocks": _llama(fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}, make_qwen3_moe),
-    "llama-fp8-static": _llama(fp8_static, FP8 | {"activation_scheme": "static"}),
+
+def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    found = {"quant_method": "modelopt", "quant_algo": algorithm, "kv_cache_scheme": None, "ignore": ["lm_head"]}
+    return found | more
+
+
+def one_cache_scale(directory: Path, seed: int) -> Path:
+    """A Llama in FP8 with one scale for cached keys and values."""
+    path = FP8["llama-fp8-static"](directory, seed)
+    scales = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.01 * (seed + layer)) for layer in range(2)}
+    return rewrite(path, load(path) | scales)
+
+
+def gpt_oss_mxfp4(directory: Path, seed: int) -> Path:
+    """A GPT-OSS as published: all experts of a layer in one tensor, in blocks of 32 codes, and an exponent of each block."""
+    path, random = gpt_oss(torch.bfloat16)(directory, seed), torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load(path).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            blocks = _pairs(experts * rows, columns, random).view(experts, rows, -1, GROUP // 2)
+            exponents = _exponents(experts * rows, columns, random).view(experts, rows, -1)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        else:
+            tensors[name] = tensor
+    plain = [f"model.layers.*.{part}" for part in ("self_attn", "mlp.router")] + ["model.embed_tokens", "lm_head"]
+    return rewrite(path, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": plain})
+
+
+FP8: dict[str, Maker] = {
+    "qwen3-fp8-blocks": _llama(fp8_blocks, BLOCKS, make_qwen3, tied=False),
+    "qwen3_moe-fp8-blocks": _llama(fp8_blocks, BLOCKS | {"modules_to_not_convert": ROUTERS}, make_qwen3_moe),
+    "llama-fp8-static": _llama(fp8_static(), STATIC_FP8),
+    "llama-fp8-dynamic": _llama(fp8_dynamic, DYNAMIC),
+    "qwen3_moe-fp8-static": _llama(
+        fp8_static(shared=True), STATIC_FP8 | {"modules_to_not_convert": ROUTERS}, make_qwen3_moe
+    ),
 }
 """Models in FP8, by the form of their scales, as published checkpoints have them. SGLang's Llama takes no blocks."""
+FOR_VLLM: dict[str, Maker] = {
+    "llama-w4a16-asymmetric": _llama(
+        pack_quantized_asymmetric, _compressed("pack-quantized", INT4 | {"symmetric": False}, None)
+    ),
+    "llama-w8a8-int8-asymmetric": _llama(
+        int8_asymmetric, _compressed("int-quantized", INT8, STATIC | {"symmetric": False})
+    ),
+    "qwen3_moe-w8a8-int8": _llama(int8_dynamic, _compressed("int-quantized", INT8, INT8 | PER_TOKEN), make_qwen3_moe),
+    "llama-compressed-fp8-static": _llama(fp8_static(1), _compressed("float-quantized", FLOAT8, FLOAT8)),
+    **{
+        f"{name}-compressed-fp8-channels": _llama(
+            fp8_channels, _compressed("float-quantized", FLOAT8 | {"strategy": "channel"}, FLOAT8 | PER_TOKEN), make
+        )
+        for name, make in (("llama", make_llama), ("qwen3_moe", make_qwen3_moe))
+    },
+    "llama-modelopt-fp8": _llama(fp8_static(), _modelopt("FP8")),
+    "qwen3_moe-modelopt-fp8": _llama(fp8_static(shared=True), _modelopt("FP8", ignore=ROUTERS), make_qwen3_moe),
+    "llama-modelopt-mxfp8": _llama(mxfp8, _modelopt("MXFP8", kv_cache_quant_algo=None, exclude_modules=["lm_head"])),
+    "llama-compressed-mxfp4": _llama(
+        mxfp4, _compressed("mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": GROUP}, None)
+    ),
+    **{
+        f"{name}-modelopt-nvfp4": _llama(nvfp4, _modelopt("NVFP4", group_size=16, ignore=plain), make)
+        for name, make, plain in (("llama", make_llama, ROUTERS[:1]), ("qwen3_moe", make_qwen3_moe, ROUTERS))
+    },
+    **{
+        f"{name}-compressed-nvfp4": _llama(
+            compressed_nvfp4, _compressed("nvfp4-pack-quantized", FLOAT4, FLOAT4 | {"dynamic": "local"}), make
+        )
+        for name, make in (("llama", make_llama), ("qwen3_moe", make_qwen3_moe))
+    },
+    "llama-fp8-one-kv-scale": one_cache_scale,
+    "gpt_oss-mxfp4": gpt_oss_mxfp4,
+}
+"""Formats that SGLang doesn't start with on a CPU, or that only vLLM has."""
 QUANTISED: dict[str, Maker] = {
     "w4a16": w4a16(),
     "w8a8-int8-static": _llama(int8_static, _compressed("int-quantized", INT8, STATIC)),

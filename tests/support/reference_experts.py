@@ -1,4 +1,4 @@
-"""Experts in FP8, int8 and MXFP4 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
+"""Experts in FP8, int8, MXFP4 and NVFP4 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
 
 As `reference_kernels`: loading and post-processing are vLLM's own, what is computed is no kernel of its.
 """
@@ -15,12 +15,28 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8 as checkpoints
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization import mxfp4 as checkpoints_in_mxfp4
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_nvfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_int8 as compressed_int8,
+)
 from vllm.model_executor.layers.quantization.online import fp8, int8, mxfp4
 
-from tests.support.reference_kernels import in_microscaling
+from tests.support.reference_kernels import in_fp4, in_microscaling
 
 __all__ = ["fill_in"]
+
+
+NVFP4_BLOCK = 16
+"""Columns that share a scale in NVFP4."""
 
 
 class ReferenceExperts(CPUUnquantizedExperts):
@@ -41,8 +57,9 @@ class ReferenceExperts(CPUUnquantizedExperts):
         topk_ids: torch.Tensor,
         **_: Any,
     ) -> None:
-        first = dequantised(w1, self.quant_config.w1_scale, self.quant_config.block_shape)
-        second = dequantised(w2, self.quant_config.w2_scale, self.quant_config.block_shape)
+        made = self.quant_config
+        first = dequantised(w1, made.w1_scale, made.block_shape, made.g1_alphas)
+        second = dequantised(w2, made.w2_scale, made.block_shape, made.g2_alphas)
         x = hidden_states.float()
         found = torch.zeros_like(x)
         for expert in range(w1.shape[0]):
@@ -52,8 +69,12 @@ class ReferenceExperts(CPUUnquantizedExperts):
         output.copy_(found)
 
 
-def dequantised(weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> torch.Tensor:
-    """(experts, rows, columns), in float32."""
+def dequantised(
+    weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None, whole: torch.Tensor | None
+) -> torch.Tensor:
+    """(experts, rows, columns), in float32. `whole`: a second scale of each expert, which NVFP4 has."""
+    if whole is not None and weight.dtype == torch.uint8:
+        return in_fp4(weight) * scale.float().repeat_interleave(NVFP4_BLOCK, -1) * whole.reshape(-1, 1, 1)
     if scale.dtype == torch.uint8:
         return in_microscaling(weight, scale)
     if block is not None:
@@ -68,8 +89,14 @@ def fill_in() -> None:
     for module, name, backend in (
         (fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
         (checkpoints, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+        (modelopt, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+        (compressed_fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
         (int8, "select_int8_moe_backend", Int8MoeBackend.TRITON),
+        (compressed_int8, "select_int8_moe_backend", Int8MoeBackend.TRITON),
+        (modelopt, "select_nvfp4_moe_backend", NvFp4MoeBackend.EMULATION),
+        (compressed_nvfp4, "select_nvfp4_moe_backend", NvFp4MoeBackend.EMULATION),
         (mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
+        (checkpoints_in_mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
     ):
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
@@ -81,7 +108,7 @@ def _or_reference(select: Callable[..., Any], backend: Any) -> Callable[..., Any
     def selected(*args: Any, **kwargs: Any) -> Any:
         try:
             own, experts = select(*args, **kwargs)
-        except NotImplementedError:
+        except (NotImplementedError, ValueError):
             return backend, ReferenceExperts
         is_kernel = experts is not None and experts._supports_current_device()
         return (own, experts) if is_kernel else (backend, ReferenceExperts)

@@ -1,7 +1,7 @@
 """Kernels for quantised linear layers of vLLM that this CPU has none for: they multiply by the dequantised weights.
 
 With them an engine starts, so that its loading and post-processing of such weights is run for real, updates included. What they
-compute is no kernel of vLLM's.
+compute is no kernel of vLLM's. NVFP4 and MXFP8 vLLM emulates itself, on GPUs without a kernel for them; here on the CPU too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 from vllm import _custom_ops
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.quantization import fp8 as checkpoints
 from vllm.model_executor.layers.quantization.online import fp8, mxfp8
+from vllm.platforms import PlatformEnum
 
 __all__ = ["fill_in"]
 
@@ -46,12 +49,14 @@ def dequantised(layer: Any) -> torch.Tensor:
 
 def in_microscaling(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The values, in float32, of MXFP8, or of MXFP4 with two elements in a byte; `scale` holds exponents."""
-    if weight.dtype == torch.uint8:
-        codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
-        values = torch.tensor([*FP4, *(-value for value in FP4)], device=weight.device)[codes]
-    else:
-        values = weight.float()
+    values = in_fp4(weight) if weight.dtype == torch.uint8 else weight.float()
     return values * torch.exp2(scale.repeat_interleave(MX_BLOCK, -1).float() - 127)
+
+
+def in_fp4(weight: torch.Tensor) -> torch.Tensor:
+    """The values of packed codes, two in a byte."""
+    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
+    return torch.tensor([*FP4, *(-value for value in FP4)], device=weight.device)[codes]
 
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -70,18 +75,42 @@ def mxfp4_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fill_in() -> None:
     """Has vLLM take a reference kernel where it finds none of its own. May be called twice."""
-    kernels = [(fp8, "init_fp8_linear_kernel"), (mxfp8, "init_mxfp8_linear_kernel")]
+    kernels = [(fp8, "init_fp8_linear_kernel"), (checkpoints, "init_fp8_linear_kernel")]
+    kernels += [(mxfp8, "init_mxfp8_linear_kernel")]
     with contextlib.suppress(ImportError):  # older versions
+        from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_mxfp4
         from vllm.model_executor.layers.quantization.online import mxfp4
 
         mxfp4.mxfp4_quantize = mxfp4_quantize
-        kernels.append((mxfp4, "init_mxfp4_linear_kernel"))
+        kernels += [(module, "init_mxfp4_linear_kernel") for module in (mxfp4, compressed_tensors_w4a4_mxfp4)]
+    for name in ("NvFp4", "Mxfp8"):
+        if (emulation := getattr(linear, f"Emulation{name}LinearKernel", None)) is not None:
+            getattr(linear, f"_POSSIBLE_{name.upper()}_KERNELS").setdefault(PlatformEnum.CPU, [emulation])
+    if not _library and not hasattr(torch.ops._C, "silu_and_mul_quant"):
+        _library.append(_with_silu_and_mul_quant())
     for module, name in kernels:
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
             setattr(module, name, _or_reference(found))
     if not hasattr(_custom_ops.scaled_fp8_quant, "__wrapped__"):
         _custom_ops.scaled_fp8_quant = _per_tensor_too(_custom_ops.scaled_fp8_quant)
+
+
+_library: list[torch.library.Library] = []
+
+
+def _with_silu_and_mul_quant() -> torch.library.Library:
+    """The operation that vLLM quantises activations with where it multiplies them, and that a CPU lacks."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define("silu_and_mul_quant(Tensor! result, Tensor input, Tensor scale) -> ()")
+
+    def silu_and_mul_quant(result: torch.Tensor, inputs: torch.Tensor, scale: torch.Tensor) -> None:
+        gate, up = inputs.float().chunk(2, -1)
+        most = torch.finfo(torch.float8_e4m3fn).max
+        result.copy_((functional.silu(gate) * up / scale).clamp(-most, most))
+
+    library.impl("silu_and_mul_quant", silu_and_mul_quant, "CPU")
+    return library
 
 
 def _per_tensor_too(quantise: Callable[..., Any]) -> Callable[..., Any]:

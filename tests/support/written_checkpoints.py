@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.models import SHAPE, save_tokenizer
 
-__all__ = ["WRITTEN", "Written"]
+__all__ = ["REWARD", "WRITTEN", "Written"]
 
 WORDS, WIDTH, INNER, HEAD = SHAPE["vocab_size"], SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
 LAYERS = range(SHAPE["num_hidden_layers"])
@@ -208,7 +208,55 @@ def _sarvam_mla() -> Written:
     )  # fmt: skip
 
 
+def _chatglm() -> Written:
+    """Its names of layers, norms and head are its own, and so is its configuration."""
+    layer = NORMS | {
+        "self_attention.query_key_value.weight": (4 * HEAD, WIDTH),
+        "self_attention.query_key_value.bias": (4 * HEAD,),
+        "self_attention.dense.weight": (WIDTH, WIDTH),
+        "mlp.dense_h_to_4h.weight": (2 * INNER, WIDTH),
+        "mlp.dense_4h_to_h.weight": (WIDTH, INNER),
+    }
+    entries = {
+        "multi_query_attention": True, "multi_query_group_num": 1, "num_attention_heads": 2, "kv_channels": HEAD, "num_layers": 2,
+        "add_bias_linear": False, "add_qkv_bias": True, "original_rope": True, "ffn_hidden_size": INNER, "seq_length": 1024,
+        "apply_residual_connection_post_layernorm": False, "fp32_residual_connection": False, "post_layer_norm": True,
+        "rmsnorm": True, "layernorm_epsilon": 1e-5, "hidden_dropout": 0.0, "padded_vocab_size": WORDS,
+    }  # fmt: skip
+    shapes = model(
+        lambda _: layer,
+        "transformer.encoder.layers",
+        embedding="transformer.embedding.word_embeddings",
+        norm="transformer.encoder.final_layernorm",
+        head="transformer.output_layer",
+    )
+    return written("ChatGLMModel", entries, shapes)
+
+
+def _reward() -> Written:
+    """A Qwen2 with a head of two layers, which gives each token a number."""
+    biases = {f"self_attn.{name}_proj.bias": (WIDTH,) for name in "qkv"}
+    shapes = model(lambda _: NORMS | attention("self_attn", 2, 2) | biases | mlp("mlp"), head="score.0")
+    shapes |= {
+        "score.0.weight": (WIDTH, WIDTH),
+        "score.0.bias": (WIDTH,),
+        "score.2.weight": (1, WIDTH),
+        "score.2.bias": (1,),
+    }
+    return written("Qwen2ForRewardModel", TWO_HEADS, shapes, config="Qwen2Config", without=("head_dim",))
+
+
+REWARD = _reward()[0]
 WRITTEN: dict[str, Written] = {
+    "chatglm": _chatglm(),
+    "teleflm": written(
+        "TeleFLMForCausalLM",
+        {"use_mup": True, "input_mult": 2.0, "output_mult": 0.5, "mup_scale_factor": 4.0, **TWO_HEADS},
+        model(lambda _: NORMS | attention("self_attn", 2, 2) | mlp("mlp")),
+    ),
+    "internlm3": written(
+        "InternLM3ForCausalLM", {"qkv_bias": False}, model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))
+    ),
     "plamo3": _plamo3(),
     "step3_text": _step3(),
     "telechat2": _telechat2(),
