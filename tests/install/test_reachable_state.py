@@ -367,6 +367,19 @@ class Clamped(Counting):
     kept = staticmethod(lambda number: number if number > 0 else 1.0)
 
 
+class Filling(Counting):
+    """Fills its scale with the number that it also keeps another one of, so that a plan describes the load."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "scale":
+                number = tensor.item()
+                self.scale.data.fill_(number)
+                self.inverse = 1 / number
+            else:
+                super().load_weights([(name, tensor)])
+
+
 class CountingBesideNaN(Counting):
     """What is NaN before and after the load was not made by it."""
 
@@ -375,7 +388,9 @@ class CountingBesideNaN(Counting):
         self.unknown = float("nan")
 
 
-@pytest.mark.parametrize("model", [Counting, CountingInAList, CountingInWhole, Signed, Clamped, CountingBesideNaN])
+@pytest.mark.parametrize(
+    "model", [Counting, CountingInAList, CountingInWhole, Signed, Clamped, Filling, CountingBesideNaN]
+)
 def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_by_name(model: type[Model]) -> None:
     manifest = manifest_of({**weights(0), "scale": torch.ones(1)})
     engine = Engine(model=model)
