@@ -112,6 +112,11 @@ class RankRuntime:
         """Whether a manager has put this rank to sleep, and not all of its memory is awake."""
         return bool(self._asleep)
 
+    @property
+    def is_asleep_by_engine(self) -> bool:
+        """Whether a command of the engine's own has released the memory of the weights."""
+        return self._asleep_by_engine
+
     def note_sleep(self, lost: str) -> dict[str, str]:
         """A command of the engine's own is about to release the memory of the weights: waits for the threads that read it.
         `lost`: why the contents will be lost; "" if they are kept. Returns what `note_load` returns."""

@@ -355,6 +355,27 @@ def test_no_update_writes_into_memory_that_the_user_s_own_sleep_released(sleepy:
         assert sleepy.serves() == ("A", {stamp})
 
 
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+@pytest.mark.parametrize("level", [1, 2])
+def test_no_update_writes_into_memory_that_a_worker_extension_released(sleepy: Both, level: int) -> None:
+    """By the worker's own `sleep`, past vLLM's executor, as ROLL's does."""
+    driver = sleepy.driver
+    with SyncManager(timeout_s=180) as manager:
+        sleepy.update(manager, "B")
+        driver.rpc("ext_give_allocator")  # of the memory where the weights lie now
+        driver.rpc("ext_sleep", level)
+        with pytest.raises(ReplicaAsleep, match="wake it by the engine's own command"):
+            manager.update(source(sleepy.models["A"]), sleepy.version + 1)
+        (replica,) = manager.verify(source(sleepy.models["B"])).replicas
+        assert replica.error is not None and replica.error.kind == "ReplicaAsleep"
+        driver.rpc("ext_wake_up", ["weights"])
+        kept = level == 1
+        assert sleepy.verified(manager, "B") == (kept, [sleepy.version if kept else None])
+        stamp = sleepy.update(manager, "A")
+        driver.rpc("ext_wake_up", ["kv_cache"])
+        assert sleepy.serves() == ("A", {stamp})
+
+
 def test_while_a_manager_has_it_asleep_no_command_of_the_user_s_wakes_it(sleepy: Both) -> None:
     driver = sleepy.driver
     with SyncManager(timeout_s=180) as manager:

@@ -94,6 +94,14 @@ if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     WorkerWrapperBase.execute_model = execute_model
 
 
+def _sleeps_by(worker: Any, sleep: Any, wake_up: Any) -> None:
+    """Has the worker's class sleep and wake up by these: what the plug-in put on the worker itself stays before them."""
+    kind = type(worker)
+    worker.ext_sleeps_by = sleep, wake_up
+    kind.sleep = lambda self, level=1: self.ext_sleeps_by[0](level)
+    kind.wake_up = lambda self, tags=None: self.ext_sleeps_by[1](tags)
+
+
 def _expert_layers(worker: Any) -> list[Any]:
     modules = worker.model_runner.get_model().modules()
     return [module for module in modules if "expert_map_manager" in vars(module)]
@@ -243,7 +251,16 @@ class Extension:
         self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
         if everything:
             self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
-        self.sleep, self.wake_up = sleep, wake_up
+        _sleeps_by(self, sleep, wake_up)
+        return "{}"
+
+    def ext_sleep(self, level: int) -> str:
+        """As an extension of another project's may do it: past vLLM's executor, which hears nothing of it."""
+        self.sleep(level)  # type: ignore[attr-defined]
+        return "{}"
+
+    def ext_wake_up(self, tags: list[str] | None) -> str:
+        self.wake_up(tags)  # type: ignore[attr-defined]
         return "{}"
 
     def ext_addresses(self) -> str:
@@ -270,7 +287,7 @@ class Extension:
         pool = MemoryPool(tensor for name, tensor in tensors.items() if not name.endswith("_cpu"))
         self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
         self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
-        self.sleep, self.wake_up = (lambda level=1: pool.release()), (lambda tags=None: pool.take_back())
+        _sleeps_by(self, lambda level: pool.release(), lambda tags: pool.take_back())
         return "{}"
 
     def ext_hold_an_opening(self, held: str) -> str:

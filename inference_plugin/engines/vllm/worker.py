@@ -77,10 +77,32 @@ def _worker_start(worker: Any, replica: str) -> bytes:
         rank = identity.rank
         runtime = worker._weightwire_runtime = RankRuntime(identity, ServedModel(worker))
         worker._weightwire_notes = note_loads(worker.model_runner.get_model(), runtime.note_load)
+        _note_memory(worker, runtime)
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
         logger.debug("weightwire: the worker could not start", exc_info=True)  # the engine core warns, or refuses
         return msgspec.msgpack.encode(RankReply("start", rank, error=WeightwireError.wrap(error).info()))
+
+
+def _note_memory(worker: Any, runtime: RankRuntime) -> None:
+    """Has `runtime` hear of the worker's own sleep and wake-up, which a worker extension may call past vLLM's executor, as ROLL's
+    does."""
+    kind = type(worker)
+
+    def sleep(level: int = 1) -> Any:
+        if not runtime.moves_memory and not runtime.is_asleep_by_engine:  # else whoever called it has told
+            with contained("noting a worker's sleep", logger):
+                runtime.note_sleep("the worker's own sleep of level 2 discarded the weights" if level == 2 else "")
+        return kind.sleep(worker, level)
+
+    def wake_up(tags: list[str] | None = None) -> Any:
+        result = kind.wake_up(worker, tags)
+        if not runtime.moves_memory and (tags is None or "weights" in tags):
+            with contained("noting a worker's wake-up", logger):
+                runtime.note_wake_up()
+        return result
+
+    worker.sleep, worker.wake_up = sleep, wake_up
 
 
 def _worker_call(worker: Any, request: bytes) -> bytes:
@@ -109,6 +131,8 @@ def stop_worker(worker: Any) -> None:
         with contained("closing a worker", logger):
             if (end_notes := getattr(worker, "_weightwire_notes", None)) is not None:
                 end_notes()
+            vars(worker).pop("sleep", None)
+            vars(worker).pop("wake_up", None)
             runtime.close()
 
 
