@@ -30,6 +30,7 @@ ELSEWHERE = {
     "my_package",
     "openrlhf",
     "prime_rl",
+    "roll",
     "sglang",
     "skyrl",
     "slime",
