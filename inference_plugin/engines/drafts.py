@@ -52,6 +52,9 @@ class HasDraft(LiveModel):
         if draft is not None:
             self.leaves_out = draft.told
 
+    def and_draft(self) -> list[LiveModel]:
+        return [self, self.draft] if isinstance(self.draft, DraftModel) else [self]
+
     def draft_model(self) -> LiveModel:
         """The draft. Raises `EngineUnsupported` where there is none, or it can't be updated."""
         if self.draft is None:

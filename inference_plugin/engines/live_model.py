@@ -125,6 +125,10 @@ class LiveModel:
             phase="open",
         )
 
+    def and_draft(self) -> list[LiveModel]:
+        """The models whose weights share memory that the engine releases: this one, and the draft where there is one."""
+        return [self]
+
     def for_names(self, names: Collection[str]) -> LiveModel:
         return self
 

@@ -16,6 +16,7 @@ from typing import get_args
 import msgspec
 
 from inference_plugin.devices import device_of
+from inference_plugin.engines.keepsakes import Keepsakes
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.net import addresses
@@ -65,6 +66,7 @@ class RankRuntime:
         self.moves_memory = False
         """Whether a sleep or a wake-up of ours is under way."""
         self._asleep_by_engine = False
+        self._keepsakes = Keepsakes()
         listen = addresses.listen_address(identity.replica, str(identity.rank))
         device = device_of(model.device)
         before = device.current()
@@ -120,6 +122,8 @@ class RankRuntime:
     def note_sleep(self, lost: str) -> dict[str, str]:
         """A command of the engine's own is about to release the memory of the weights: waits for the threads that read it.
         `lost`: why the contents will be lost; "" if they are kept. Returns what `note_load` returns."""
+        if lost and not self._asleep and not self._asleep_by_engine:
+            self._keepsakes.take(self.model.and_draft())
         self._asleep_by_engine = True
         self._table.falls_asleep()
         return self.note_load(lost) if lost else {}
@@ -128,6 +132,7 @@ class RankRuntime:
         """A command of the engine's own has taken the memory of the weights back, or could not release it."""
         if self._asleep_by_engine:
             self._asleep_by_engine = False
+            self._keepsakes.give_back()
             self._table.awake()
 
     def _forget_versions(self, reason: str) -> dict[str, str]:
@@ -170,6 +175,7 @@ class RankRuntime:
                     self.model.wake_up(tag)
                 self._asleep.remove(tag)
         if "weights" not in self._asleep and not self._asleep_by_engine:
+            self._keepsakes.give_back()
             self._table.awake()
 
     def _run(self, operation: RankOperation) -> RankReply:
@@ -191,6 +197,8 @@ class RankRuntime:
                     )
                 table.may_sleep(discard=operation.level == 2)
             case "sleep":
+                if operation.level == 2:
+                    self._keepsakes.take(self.model.and_draft())
                 self._asleep = set(get_args(MemoryTag))
                 with self._moving_memory():
                     self.model.sleep(operation.level)

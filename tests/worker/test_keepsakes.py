@@ -1,0 +1,63 @@
+"""What no update brings back comes back after an engine has discarded the memory of its weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.engines.keepsakes import Keepsakes
+from inference_plugin.engines.live_model import LiveModel
+from tests.support.reachable import reachable_tensors
+
+
+class Attention:
+    """Of an engine: no module."""
+
+    def __init__(self) -> None:
+        self.slopes = torch.rand(4)
+        self.kv_cache = torch.rand(64)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(100, 100))
+        self.frozen = nn.Parameter(torch.rand(100, 100))
+        self.scale = nn.Parameter(torch.rand(1))
+        self.register_buffer("table", torch.rand(8))
+        self.ranges = torch.rand(6)[2:4]
+        self.impl = Attention()
+
+
+class Served(LiveModel):
+    runtime_state = frozenset({"kv_cache"})
+
+
+LOST_BEFORE_THE_FIRST_UPDATE = {".weight", ".frozen", ".table", ".impl.kv_cache"}
+
+
+@pytest.mark.parametrize(
+    ("updated", "lost"),
+    [((), LOST_BEFORE_THE_FIRST_UPDATE), (("weight",), LOST_BEFORE_THE_FIRST_UPDATE - {".frozen"})],
+)
+def test_what_no_update_brings_back_survives_the_loss_of_the_memory(updated: tuple[str, ...], lost: set[str]) -> None:
+    """The engine keeps buffers, an update writes `weight`, and a KV cache is no weight."""
+    layer, keepsakes = Layer(), Keepsakes()
+    served = Served(layer, torch.device("cpu"), nn.Module())
+    served.note_updated(updated)
+    before = {name: tensor.clone() for name, tensor in reachable_tensors(layer).items()} | {
+        ".impl.slopes": layer.impl.slopes.clone(),
+        ".impl.kv_cache": layer.impl.kv_cache.clone(),
+    }
+    keepsakes.take([served])
+    with torch.no_grad():
+        held = reachable_tensors(layer) | {".impl.slopes": layer.impl.slopes, ".impl.kv_cache": layer.impl.kv_cache}
+        for tensor in held.values():
+            tensor.fill_(float("nan"))
+    keepsakes.take([served])  # asleep already: reading the memory would end an engine on a GPU
+    keepsakes.give_back()
+    assert {name for name, tensor in held.items() if not torch.equal(tensor, before[name])} == lost
+    layer.impl.slopes.fill_(7)
+    keepsakes.give_back()
+    assert layer.impl.slopes.eq(7).all(), "a second time it writes over what lives"
