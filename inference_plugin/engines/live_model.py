@@ -21,7 +21,7 @@ from inference_plugin.devices import device_of
 from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.graph import Boundary, Path, tensors_under
-from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.installer import LastProof, ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
@@ -87,6 +87,7 @@ class LiveModel:
         self.lock = threading.Lock()
         self.updated: set[str] = set()
         """Storages, by key, that an update has written since the engine started."""
+        self._last_proof = LastProof()
         self._stepping = False
         self._stepped_at_s = -math.inf
 
@@ -94,9 +95,10 @@ class LiveModel:
         """The installer of a group: its name says whether it is an adapter, the draft model, or else the served model."""
         self.check_caches()
         if group == DRAFT:
-            return ModelInstaller(self.draft_model())
+            draft = self.draft_model()
+            return ModelInstaller(draft, draft._last_proof)
         if not group.startswith(ADAPTER_PREFIX):
-            return ModelInstaller(self)
+            return ModelInstaller(self, self._last_proof)
         if self.adapter_slots is None:
             raise EngineUnsupported(
                 f"group {group!r} is a LoRA adapter, and this engine has no LoRA slots",

@@ -26,20 +26,30 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
-__all__ = ["ModelInstaller"]
+__all__ = ["LastProof", "ModelInstaller"]
 
 STANDBY_MEMORY_FACTOR = 2.0
 """`auto` takes `standby` if the free memory is at least this many times the shard: packing needs more than a second set."""
 
 
+class LastProof:
+    """The last agreement that was proven for a model's groups and is not in force yet.
+
+    It outlives the group: a trainer whose zone is refused opens a new group again at once with another transport, and needs no
+    second proof.
+    """
+
+    def __init__(self) -> None:
+        self.agreement: Agreement | None = None
+
+
 class ModelInstaller:
     """`contract.Installer` for groups of the engine's own weights; see `contract` for who calls what on which thread."""
 
-    def __init__(self, model: EngineModel) -> None:
+    def __init__(self, model: EngineModel, last_proof: LastProof | None = None) -> None:
         self._served = model
         self._agreement: Agreement | None = None
-        self._proven: Agreement | None = None
-        """The last agreement, if it is not in force yet."""
+        self._last_proof = last_proof or LastProof()
         self._way_back = WayBack()
         self._policy: PolicyInstaller
 
@@ -58,7 +68,7 @@ class ModelInstaller:
             chosen = kind(agreement, self._way_back)
         chosen.discard()
         chosen.forget_segments()  # replays are bound to storages that a swap may have replaced
-        self._agreement, self._policy, self._proven = agreement, chosen, None
+        self._agreement, self._policy, self._last_proof.agreement = agreement, chosen, None
         unfilled = ""
         if agreement.unfilled:
             unfilled = (
@@ -80,18 +90,19 @@ class ModelInstaller:
         )
 
     def _agree(self, manifest: Manifest, partial: bool, sharing: int) -> Agreement:
-        """The agreement on a manifest. It is kept until it is in force: a trainer whose zone is refused opens the group again at
-        once with another transport, and needs no second proof."""
+        """The agreement on a manifest."""
         model = self._served.for_names([*manifest.index, *manifest.tied])
         asked = manifest, partial, model.expert_places()
-        for known in (self._agreement, self._proven):
-            if known is None or not known.layout.is_current():
+        for known in (self._agreement, self._last_proof.agreement):
+            if known is None or known.model is not model or not known.layout.is_current():
                 continue
-            if (known.manifest, known.partial, known.expert_places) == asked:
+            # Another group may have written what this one leaves to the engine.
+            left = all(map(known.layout.leaves, known.unfilled))
+            if left and (known.manifest, known.partial, known.expert_places) == asked:
                 return known
         with model.lock, without_full_collections():
-            self._proven = agree(model, manifest, partial=partial, sharing=sharing)
-        return self._proven
+            proven = self._last_proof.agreement = agree(model, manifest, partial=partial, sharing=sharing)
+        return proven
 
     def check_terms(self) -> None:
         self._served.check_caches()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -583,3 +583,57 @@ def test_what_is_read_back_is_what_was_sent() -> None:
         found.append([item for item in case.installer.read_back() if isinstance(item, BoxDigest)])
     assert found[0] == found[1]
     assert {item.name for item in found[0]} == set(checkpoint(5))
+
+
+class CountingLoader(ComputingLoader):
+    """Counts its loads: a proof makes some."""
+
+    loads = 0
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint(0).items()}
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        self.loads += 1
+        return super().load_weights(model, tensors)
+
+
+def test_a_group_whose_zone_is_refused_is_proven_once_though_it_is_opened_twice() -> None:
+    model, manifest = CountingLoader(2, 0, 1), manifest_of(checkpoint(0), TIED)
+    with pytest.raises(TransportUnavailable, match="no second set to write"):
+        model.installer("policy").open(manifest, "standby", partial=False, zone=True)
+    loads = model.loads
+    installer = model.installer("policy")
+    installer.open(manifest, "standby", partial=False)
+    assert model.loads == loads
+    take(installer, manifest, 1)
+    assert live_digests(model.live) == digests_expected(checkpoint(1))[0]
+    model.installer("another").open(manifest, "standby", partial=False)
+    assert model.loads > loads, "what is in force is one group's alone"
+
+
+def test_a_proof_is_not_used_again_for_another_manifest() -> None:
+    model, whole = CountingLoader(2, 0, 1), checkpoint(0)
+    with pytest.raises(TransportUnavailable):
+        model.installer("policy").open(manifest_of(whole, TIED), "standby", partial=False, zone=True)
+    loads = model.loads
+    part = {name: tensor for name, tensor in whole.items() if ".0." in name}
+    model.installer("policy").open(manifest_of(part), "standby", partial=True)
+    assert model.loads > loads
+
+
+def test_a_proof_is_not_used_again_once_another_group_has_written_what_it_leaves_to_the_engine() -> None:
+    model, manifest = CountingLoader(2, 0, 1), manifest_of(checkpoint(0), TIED)
+    for holder, device in ((model.live, "cpu"), (model.skeleton, "meta")):
+        holder.register_parameter("scale", nn.Parameter(torch.ones(4, device=device)))  # no checkpoint fills it
+    scale = {"scale": torch.full((4,), 3.0)}
+    another, part = model.installer("another"), manifest_of(scale)
+    another.open(part, "copy", partial=True)
+    with pytest.raises(TransportUnavailable):
+        model.installer("policy").open(manifest, "standby", partial=False, zone=True)
+    segment = segment_of(scale, part)
+    another.prepare(segment, lambda _: None)
+    another.install(segment)
+    another.finish()
+    with pytest.raises(ManifestMismatch, match="scale"):
+        model.installer("policy").open(manifest, "standby", partial=False)
