@@ -1,17 +1,17 @@
 """What no update brings back, kept on the host while an engine has discarded the memory of its weights.
 
-vLLM's `sleep(level=2)` and SGLang's `release_memory_occupation` keep registered buffers themselves, and lose everything else in
-that memory. An update brings the weights back. It brings back neither tensors that modules hold as plain attributes, such as the
-slopes of ALiBi in an attention implementation, nor parameters that no checkpoint fills.
+vLLM's `sleep(level=2)` and SGLang's `release_memory_occupation` keep the served model's registered buffers themselves, and lose
+everything else in that memory. An update brings the weights back. It brings back neither tensors that modules hold as plain
+attributes, such as the slopes of ALiBi in an attention implementation, nor parameters that no checkpoint fills.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import SMALL_ELEMENTS
@@ -27,12 +27,16 @@ class Keepsakes:
         self._kept: list[tuple[Tensor, Tensor]] = []
         """Live memory, as bytes, and its copy on the host."""
 
-    def take(self, models: Iterable[LiveModel]) -> None:
-        """Before the memory of these models is discarded; nothing happens where it is so already."""
+    def take(self, models: Sequence[LiveModel]) -> None:
+        """Before the memory of the served model and of its drafts is discarded; nothing happens where it is so already."""
         if self._kept:
             return
         with torch.inference_mode():
-            self._kept = [(held, held.to("cpu", copy=True)) for model in models for held in _lasting(model)]
+            self._kept = [
+                (held, held.to("cpu", copy=True))
+                for model in models
+                for held in _lasting(model, with_buffers=model is not models[0])
+            ]
 
     def give_back(self) -> None:
         """The memory is there again. Does nothing where nothing is kept."""
@@ -41,32 +45,44 @@ class Keepsakes:
                 held, copy = self._kept.pop()
                 held.copy_(copy)
 
+    def drop(self) -> None:
+        """The memory never went."""
+        self._kept.clear()
 
-def _lasting(model: LiveModel) -> Iterator[Tensor]:
-    """The memory, as bytes, that no update writes: of parameters that none has written so far, and of tensors that are not
-    registered. Before the first update nobody knows which parameters it will write: then small ones alone."""
-    parameters, names = dict[int, nn.Parameter](), defaultdict[int, set[str]](set)
+
+def _lasting(model: LiveModel, with_buffers: bool) -> Iterator[Tensor]:
+    """Memory, as bytes, that no update writes.
+
+    Of each module: its parameters, and the tensors beside them. Of modules that updates write only small ones, and before the
+    first update so of all that have parameters: large ones are made of the weights. `with_buffers`: its buffers too. SGLang
+    keeps those of the served model alone.
+    """
+    names = defaultdict[int, set[str]](set)
     for name, parameter in model.live.named_parameters(remove_duplicate=False):
-        if parameter.device.type == model.device.type:
-            parameters[_address(parameter)] = parameter
-            names[_address(parameter)].add(name)
-    for address, parameter in parameters.items():
-        if names[address].isdisjoint(model.updated) if model.updated else parameter.numel() <= SMALL_ELEMENTS:
-            yield _bytes_of(parameter)
-    seen = {*parameters, *(_address(buffer) for buffer in model.live.buffers())}
-    working = model.runtime_state | model.derived_caches
-    for module in model.live.modules():
-        for path, tensor in tensors_under(module, model.boundary):
-            on_device = tensor.device.type == model.device.type and working.isdisjoint(path)
-            if on_device and (address := _address(tensor)) not in seen:
+        names[_address(parameter)].add(name)
+    written = {key.rpartition(".")[0] for key in model.updated}
+    buffers = {_address(buffer) for buffer in model.live.buffers()}
+    working, seen = model.runtime_state | model.derived_caches, set[int]()
+    for path, module in model.live.named_modules():
+        own = list(module.parameters(recurse=False))
+        keeps_large = path not in written if written else not own
+        beside = [
+            t
+            for at, t in tensors_under(module, model.boundary)
+            if working.isdisjoint(at) and _address(t) not in buffers
+        ]
+        for tensor in [*own, *beside, *(module.buffers(recurse=False) if with_buffers else ())]:
+            address = _address(tensor)
+            if (
+                tensor.device.type != model.device.type
+                or address in seen
+                or not names[address].isdisjoint(model.updated)
+            ):
+                continue
+            if keeps_large or tensor.numel() <= SMALL_ELEMENTS:
                 seen.add(address)
-                yield _bytes_of(tensor)
+                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

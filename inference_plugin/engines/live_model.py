@@ -58,6 +58,8 @@ class LiveModel:
 
     prefix = ""
     leaves_out = ""
+    lost = ""
+    """What this engine has lost that no update brings back, in words; set by `RankRuntime`."""
     ranks = 1
     """Ranks of the replica; set by `RankRuntime`."""
 
@@ -108,6 +110,10 @@ class LiveModel:
         return AdapterInstaller(self.adapter_slots, group.removeprefix(ADAPTER_PREFIX), self.check_caches)
 
     def check_caches(self) -> None:
+        if self.lost:
+            raise EngineUnsupported(
+                f"this engine can't be updated: {self.lost}", hint="restart the engine", phase="open"
+            )
         if (why := self.why_stale()) is not None:
             raise EngineUnsupported(
                 f"this engine can't be updated: {why}, and would answer new requests from it",
@@ -136,6 +142,7 @@ class LiveModel:
 
     def note_updated(self, keys: Iterable[str]) -> None:
         self.updated.update(keys)
+        self._last_proof.agreement = None  # it may leave to the engine what is written here
 
     def was_updated(self, key: str) -> bool:
         return key in self.updated

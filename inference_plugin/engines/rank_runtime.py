@@ -106,6 +106,10 @@ class RankRuntime:
     def note_load(self, reason: str) -> dict[str, str]:
         """On the engine's own thread: somebody else is about to write the weights. Returns the groups whose version is
         unknown from then on, and who wrote them; none if no version was ever known."""
+        self._keepsakes.drop()  # memory that can be written never went
+        return self._lose_versions(reason)
+
+    def _lose_versions(self, reason: str) -> dict[str, str]:
         self._has_loads_to_tell = True
         return self._table.forget_versions(reason)
 
@@ -122,16 +126,27 @@ class RankRuntime:
     def note_sleep(self, lost: str) -> dict[str, str]:
         """A command of the engine's own is about to release the memory of the weights: waits for the threads that read it.
         `lost`: why the contents will be lost; "" if they are kept. Returns what `note_load` returns."""
-        if lost and not self._asleep and not self._asleep_by_engine:
-            self._keepsakes.take(self.model.and_draft())
+        is_there = "weights" not in self._asleep and not self._asleep_by_engine
         self._asleep_by_engine = True
         self._table.falls_asleep()
-        return self.note_load(lost) if lost else {}
+        unknown = self._lose_versions(lost) if lost else {}
+        if lost and is_there:
+            try:
+                self._keepsakes.take(self.model.and_draft())
+            except Exception:  # the engine sleeps all the same
+                logger.exception("weightwire: what no update brings back could not be kept over a sleep")
+                self.model.lost = (
+                    "before a sleep of the engine's own not everything could be kept that no update brings back"
+                )
+        return unknown
 
-    def note_wake_up(self) -> None:
-        """A command of the engine's own has taken the memory of the weights back, or could not release it."""
+    def note_wake_up(self, failed: str = "") -> None:
+        """A command of the engine's own has taken the memory of the weights back. `failed`: why it could not release it, if it
+        could not."""
         if self._asleep_by_engine:
             self._asleep_by_engine = False
+            if failed:
+                self._keepsakes.drop()
             self._keepsakes.give_back()
             self._table.awake()
 
@@ -211,7 +226,7 @@ class RankRuntime:
                 self._has_loads_to_tell = False
                 return reply(unknown=unknown)
             case "note_wake_up":
-                self.note_wake_up()
+                self.note_wake_up(operation.reason)
             case _:
                 return self._run_on(table.named(operation.group), operation, reply)
         return reply()

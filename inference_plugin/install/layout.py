@@ -156,8 +156,8 @@ class LiveLayout:
         return padded or needs_no_checkpoint(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
-        """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it; or each update
-        makes its module anew from the constructor's value, as a load does that doesn't write it."""
+        """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it. In a module that
+        each update makes anew: whether the update takes the constructor's value, as a load does that doesn't write it."""
         key, module = self._key_of[parameter], parameter.rpartition(".")[0]
         anew = module in self.rebuilt and key in self._model.constants
         return key not in self.written and (not self._model.was_updated(key) if key in self._plain else anew)

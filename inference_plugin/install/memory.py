@@ -1,4 +1,5 @@
-"""Memory of second sets: requests large pages, and frees memory without delaying the engine. Python's garbage collector."""
+"""Memory of second sets: requests large pages, and frees memory without delaying the engine. Keeps Python's garbage collector from
+delaying it."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from inference_plugin.install.traced import (
     bindings,
     check_plain,
     destination,
+    floats_among,
     outermost_first,
     plain_numbers,
 )
@@ -94,6 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
+        self._floats_before = {place: floats_among(numbers) for place, numbers in plain_numbers(model)}
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -359,7 +361,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def _check_attributes(self) -> None:
         """Refuses the plan if a module keeps tensors of the checkpoint, or their values, outside parameters and buffers."""
         if self._numbers:
-            self.findings.read_numbers(dict(plain_numbers(self._model)))
+            held = dict(plain_numbers(self._model))
+            self.findings.read_numbers(held)
+            for place, numbers in held.items():
+                if floats_among(numbers) != self._floats_before.get(place, ()):
+                    self._unused_numbers.update(self._numbers)
+                    self.findings.kept(*place)
         for path, module in self._model.named_modules():
             for attribute, value in vars(module).items():
                 if attribute in ("_parameters", "_buffers", "_modules"):

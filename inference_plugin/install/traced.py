@@ -14,7 +14,8 @@ from inference_plugin.install.storages import named_tensors, storage_id
 from inference_plugin.wire.geometry import Region, c_strides
 
 __all__ = [
-    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "outermost_first", "plain_numbers",
+    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "floats_among", "outermost_first",
+    "plain_numbers",
 ]  # fmt: skip
 
 
@@ -102,3 +103,8 @@ def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[flo
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             if numbers := tuple(each for each in held if isinstance(each, int | float)):
                 yield (path, name), numbers
+
+
+def floats_among(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """Of numbers that a module holds. Whole numbers and truth values may count loads, or say that there was one."""
+    return tuple(number for number in numbers if type(number) is float)

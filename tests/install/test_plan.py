@@ -397,6 +397,7 @@ def test_a_number_of_another_dtype_is_refused_where_it_is_filled_in() -> None:
         lambda m, n, t: m.s.data.fill_(t.item() if t.item() < 1 else 1),
         lambda m, n, t: (fill_in(m, n, t), setattr(m, "scale", t.item())),
         lambda m, n, t: (v := t.item(), m.s.data.fill_(v), setattr(m, "scale", v)),
+        lambda m, n, t: (v := t.item(), m.s.data.fill_(v), setattr(m, "scale", 1 / v)),
     ],
 )
 def test_a_number_that_the_loader_reads_for_something_else_refuses_the_plan(load: Callable[..., object]) -> None:

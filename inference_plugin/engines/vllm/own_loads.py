@@ -59,11 +59,14 @@ def note_memory(control: CoreControl, move: Callable[[], Any], level: int | None
     executor = control.core.model_executor
     if level is not None and "weights" not in executor.sleeping_tags:
         _tell(control, "note_sleep", "vLLM's own sleep of level 2 discarded the weights" if level == 2 else "")
+    failed = "vLLM's own sleep failed"
     try:
-        return move()
+        result = move()
+        failed = ""
+        return result
     finally:
         if "weights" not in executor.sleeping_tags:
-            _tell(control, "note_wake_up", "")
+            _tell(control, "note_wake_up", failed)
 
 
 def _forget(control: CoreControl, reason: str) -> None:
