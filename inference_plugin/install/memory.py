@@ -1,5 +1,5 @@
-"""Memory of second sets: requests large pages, and frees memory without delaying the engine. Keeps Python's garbage collector from
-delaying it."""
+"""Memory of second sets: requests large pages, and frees memory without delaying the engine. Keeps Python's garbage collector
+from delaying it."""
 
 from __future__ import annotations
 

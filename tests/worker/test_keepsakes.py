@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from inference_plugin.engines.keepsakes import Keepsakes
 from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
+from inference_plugin.net import addresses
+from inference_plugin.wire.errors import EngineUnsupported
+from tests.support.plain_engine import PlainEngineModel
 from tests.support.reachable import reachable_tensors
 
 
@@ -75,3 +83,57 @@ def test_buffers_of_a_draft_are_kept_and_what_somebody_has_loaded_meanwhile_is_l
     keepsakes.drop()
     keepsakes.give_back()
     assert layers[1].table.eq(8).all()
+
+
+class Sleeper:
+    """A rank whose engine sleeps by itself, and a small parameter of it that no update has written."""
+
+    def __init__(self, model: PlainEngineModel) -> None:
+        self.model = model
+        self.runtime = RankRuntime(RankIdentity(addresses.new_replica_id("test"), 0, tp_rank=0), model)
+        self.norm = next(p for name, p in model.live.named_parameters() if "norm" in name).data
+        self.before = self.norm.clone()
+
+    def sleep(self) -> None:
+        self.runtime.note_sleep("the engine's own sleep discarded the weights")
+        self.norm.fill_(7)
+
+
+@pytest.fixture
+def sleeper(directory: Path) -> Iterator[Sleeper]:
+    one = Sleeper(PlainEngineModel(1, 0, 1))
+    with contextlib.closing(one.runtime):
+        yield one
+
+
+def test_an_engine_that_sleeps_by_itself_gets_back_what_no_update_brings(sleeper: Sleeper) -> None:
+    sleeper.sleep()
+    sleeper.runtime.note_wake_up()
+    assert torch.equal(sleeper.norm, sleeper.before)
+
+
+def test_where_no_memory_went_nothing_is_written_back(sleeper: Sleeper) -> None:
+    """The sleep failed, or released nothing, so that somebody could load weights before the end of it."""
+    sleeper.sleep()
+    sleeper.runtime.note_wake_up("it failed")
+    assert sleeper.norm.eq(7).all()
+    sleeper.sleep()
+    sleeper.runtime.note_load("somebody loads weights")
+    sleeper.runtime.note_wake_up()
+    assert sleeper.norm.eq(7).all()
+
+
+def test_an_engine_that_slept_though_nothing_could_be_kept_takes_no_update_any_more(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[LiveModel]:
+        raise MemoryError("the host is full")
+
+    monkeypatch.setattr(sleeper.model, "and_draft", fail)
+    sleeper.sleep()
+    assert sleeper.runtime.is_asleep_by_engine
+    sleeper.runtime.note_wake_up()
+    with pytest.raises(
+        EngineUnsupported, match=r"not everything could be kept that no update brings back .* restart the engine"
+    ):
+        sleeper.model.installer("policy")
