@@ -42,6 +42,7 @@ class PlainRank(SchedulerRank):
             is_fully_idle=lambda: not (directory / "busy").exists(),
             grammar_manager=SimpleNamespace(grammar_queue=[]),
             enable_hierarchical_cache=False,
+            waiting_queue=[],
         )
         self.bell = Doorbell(None, replica, ranks.rank)  # it never sleeps
         self.refusal: str | None = None
