@@ -53,9 +53,9 @@ class Keepsakes:
 def _lasting(model: LiveModel, with_buffers: bool) -> Iterator[Tensor]:
     """Memory, as bytes, that no update writes.
 
-    Of each module: its parameters, and the tensors beside them. Of modules that updates write only small ones, and before the
-    first update so of all that have parameters: large ones are made of the weights. `with_buffers`: its buffers too. SGLang
-    keeps those of the served model alone.
+    That is each module's parameters and the tensors beside them, without the large ones of a module that updates write: these are
+    made of the weights. Before the first update nobody knows what updates will write; then it may be any module with parameters.
+    `with_buffers`: buffers too, which SGLang keeps for the served model alone.
     """
     names = defaultdict[int, set[str]](set)
     for name, parameter in model.live.named_parameters(remove_duplicate=False):

@@ -220,11 +220,14 @@ class SchedulerRank:
             keeps = self.model.why_no_sleep(1) is None
             lost = "" if keeps else "SGLang's own release_memory_occupation gave the weights up"
             self._lost_versions(self.runtime.note_sleep(lost))
+        failed = "SGLang's own command failed"
         try:
-            return move()
+            answer = move()
+            failed = ""
+            return answer
         finally:
             if "weights" not in offloaded:
-                self.runtime.note_wake_up()
+                self.runtime.note_wake_up(failed)
 
     def note_pause(self, paused: bool) -> bool:
         """SGLang's own pause, or its end, is about to begin. Returns whether it may: while we have the scheduler stand it goes on
