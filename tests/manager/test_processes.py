@@ -129,7 +129,8 @@ def test_a_removed_runtime_directory_is_made_again_and_replicas_and_managers_fin
     rig = start(tp=2)
     with SyncManager(timeout_s=60) as manager:
         manager.update(ShardSource(checkpoint(1)), 1)
-        shutil.rmtree(addresses.runtime_dir())
+        job = addresses.runtime_dir()
+        eventually(lambda: _removed(job), "the end of the directory")
         eventually(lambda: [card.replica for card in addresses.discover()] == [rig.replica], "the card")
         names = {"f", "0", "1"}
         eventually(
@@ -173,13 +174,23 @@ def _removed(directory: Path) -> bool:
     return not directory.exists()
 
 
+def _replaced_by_a_file(directory: Path) -> bool:
+    """Whether this put a file in the directory's place before the replica made the directory again."""
+    if not _removed(directory):
+        return False
+    try:
+        directory.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def test_a_replica_finds_room_again_after_its_directory_could_not_be_made(start: Start, directory: Path) -> None:
     rig = start()
-    eventually(lambda: _removed(directory), "the end of the directory")
-    directory.touch()  # a file where the directory was
+    eventually(lambda: _replaced_by_a_file(directory), "a file where the directory was")
     time.sleep(2.5)  # whoever looks every `MEND_EVERY_S` has met it
     directory.unlink()
-    directory.mkdir(mode=0o700)
+    directory.mkdir(mode=0o700, exist_ok=True)  # the replica may have been first
     eventually(lambda: [card.replica for card in addresses.discover()] == [rig.replica], "the card")
     with SyncManager(timeout_s=60) as manager:
         eventually(lambda: (addresses.runtime_dir() / f"{rig.replica}.0").is_socket(), "the worker's socket")
