@@ -131,13 +131,15 @@ class RankRuntime:
         self._table.falls_asleep()
         unknown = self._lose_versions(lost) if lost else {}
         if lost and is_there:
+            models = self.model.and_draft()
             try:
-                self._keepsakes.take(self.model.and_draft())
+                self._keepsakes.take(models)
             except Exception:  # the engine sleeps all the same
                 logger.exception("weightwire: what no update brings back could not be kept over a sleep")
-                self.model.lost = (
-                    "before a sleep of the engine's own not everything could be kept that no update brings back"
-                )
+                for model in models:
+                    model.lost = (
+                        "before a sleep of the engine's own not everything could be kept that no update brings back"
+                    )
         return unknown
 
     def note_wake_up(self, failed: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -126,14 +126,20 @@ def test_where_no_memory_went_nothing_is_written_back(sleeper: Sleeper) -> None:
 def test_an_engine_that_slept_though_nothing_could_be_kept_takes_no_update_any_more(
     sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> list[LiveModel]:
+    """Nor does its draft, whose group may be open already."""
+
+    def fail(keepsakes: Keepsakes, models: Sequence[LiveModel]) -> None:
         raise MemoryError("the host is full")
 
-    monkeypatch.setattr(sleeper.model, "and_draft", fail)
+    draft = PlainEngineModel(1, 0, 1)
+    draft_group = draft.installer("policy")
+    monkeypatch.setattr(sleeper.model, "and_draft", lambda: [sleeper.model, draft])
+    monkeypatch.setattr(Keepsakes, "take", fail)
     sleeper.sleep()
     assert sleeper.runtime.is_asleep_by_engine
     sleeper.runtime.note_wake_up()
-    with pytest.raises(
-        EngineUnsupported, match=r"not everything could be kept that no update brings back .* restart the engine"
-    ):
-        sleeper.model.installer("policy")
+    for let_in in (lambda: sleeper.model.installer("policy"), draft_group.check_terms):
+        with pytest.raises(
+            EngineUnsupported, match=r"not everything could be kept that no update brings back .* restart the engine"
+        ):
+            let_in()
