@@ -317,7 +317,8 @@ def test_close_has_all_replicas_forget_a_group_that_its_trainer_left_open(direct
             assert code == 2 and "no replica has a group 'inner'; open groups: policy" in told
             manager.settings.in_flight = "drain"
             pending = manager.update_async(whole, 2)
-            eventually(lambda: "pause:drain" in rigs[0].ask("state")["log"], "the pause")
+            for rig in rigs:
+                eventually(lambda rig=rig: "pause:drain" in rig.ask("state")["log"], "the pause")  # type: ignore[misc]
             code, printed, _ = shown("close", "policy")
             for rig in rigs:
                 rig.ask("drained")

@@ -107,7 +107,7 @@ def test_a_replica_whose_pid_is_another_processs_is_no_replica(start: Start) -> 
     addresses.write_card(stale)
     registry = Registry()
     try:
-        assert registry.cards() == []
+        assert stale not in registry.cards(), "the living one may have written its own card by now"
     finally:
         registry.close()
     eventually(lambda: [card.replica for card in addresses.discover()] == [rig.replica], "the living one's own card")

@@ -55,10 +55,12 @@ def test_the_way_back_of_a_replica_that_was_away_is_not_written_over(start: Star
     hidden = card.with_name("hidden")
     with SyncManager(timeout_s=60, install="copy", transport="shm", catch_up="never") as manager:
         manager.update(source(1), 1)
+        os.kill(away.pid, signal.SIGSTOP)  # or it would write its card again
         card.rename(hidden)  # a directory that was cleaned up and made again, or a link that was cut
         for version in (2, 3):
             assert [r.replica for r in manager.update(source(version), version).replicas] == [here.replica]
         hidden.rename(card)
+        os.kill(away.pid, signal.SIGCONT)
         away.ask("fault", rank=1, step="install")
         (failed,) = manager.update(source(4), 4).failed
     assert failed.replica == away.replica
