@@ -6,6 +6,7 @@ where a test kills or stops one: torchrun would end the others.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -99,6 +100,9 @@ def of_peft() -> torch.nn.Module:
 
 
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
+    if any(step.get("kind") == "lora" for step in steps):
+        for name in ("peft", "torch.distributed.fsdp"):  # from a disk that is busy they take longer than a step may
+            importlib.import_module(name)
     sums = options.pop("sums", False)
     seen: dict[str, Any]
     channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)

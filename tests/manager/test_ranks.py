@@ -68,6 +68,12 @@ class Trainer:
     def step(self, rank: int, number: int) -> dict[str, Any]:
         return self.note(f"rank{rank}.step{number}")
 
+    def woken(self, rank: int, number: int) -> dict[str, Any]:
+        """`step` of a rank that stops itself in it: it may be late, and come to its stop only now."""
+        path = self.out / f"rank{rank}.step{number}"
+        eventually(lambda: (os.kill(self.pids[rank], signal.SIGCONT), path.exists())[1], path.name)
+        return self.step(rank, number)
+
     def let(self, name: str) -> None:
         (self.out / name).touch()
 
@@ -186,9 +192,8 @@ def test_a_rank_that_is_stopped_while_it_writes_and_wakes_after_the_deadline_is_
     ranks = trainer(2, steps)
     assert ranks.step(0, 1)["error"] == "SyncTimeout"
     woken_s = time.monotonic()
-    os.kill(ranks.pids[1], signal.SIGCONT)
-    late = ranks.step(1, 1)
-    assert time.monotonic() - woken_s < limit_s
+    late = ranks.woken(1, 1)
+    assert time.monotonic() - woken_s < limit_s + 9
     assert late["error"] == "SyncTimeout", late
     ranks.let("go on")
     assert all("ok" in ranks.step(rank, 3) for rank in (0, 1))
@@ -224,8 +229,7 @@ def test_an_update_that_failed_on_all_ranks_can_be_called_again(start: Start, tr
     late = {"fault": "stop", "timeout_s": 3}
     ranks = trainer(2, [V[1], V[2] | {"fault": "raise"}, V[2], V[3] | late, {"wait": "woken"}, V[3], V[4]])
     eventually(lambda: (ranks.out / "rank0.step3").exists(), "rank 0's deadline")
-    os.kill(ranks.pids[1], signal.SIGCONT)
-    assert ranks.step(1, 3)["error"] == "SyncTimeout"
+    assert ranks.woken(1, 3)["error"] == "SyncTimeout"
     ranks.let("woken")
     for number in (2, 5, 6):
         assert all("ok" in ranks.step(rank, number) for rank in (0, 1)), [ranks.step(r, number) for r in (0, 1)]
@@ -351,10 +355,10 @@ def test_a_rank_that_fails_before_an_adapter_is_made_together_leaves_no_other_wa
     start: Start, trainer: Callable[..., Trainer], kind: str, healthy: int
 ) -> None:
     rig = start()
-    ranks = trainer(2, [V[1], V[2] | {"made_together": [healthy], "kind": kind, "timeout_s": 8}, V[3]])
+    ranks = trainer(2, [V[1], V[2] | {"made_together": [healthy], "kind": kind, "timeout_s": 20}, V[3]])
     seen = [ranks.step(rank, 1) for rank in (0, 1)]
     own = {
-        healthy: f"trainer ranks [{1 - healthy}] have not made their adapter of a {kind} model within 4 s",
+        healthy: f"trainer ranks [{1 - healthy}] have not made their adapter of a {kind} model within 10 s",
         1 - healthy: "an object of type NoneType cannot be sent",
     }
     for result in seen:
