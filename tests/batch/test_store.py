@@ -223,7 +223,7 @@ def test_a_segment_that_is_full_and_empty_is_kept_for_the_next_blocks_until_it_i
     memory.give_back(memory.trim(memory.spare_bytes))
     assert (memory.segments, memory.spare_bytes) == (0, 0)
     memory.close()
-    assert segment_descriptors() == before
+    assert segment_descriptors() <= before
 
 
 def test_a_segment_that_gave_pages_back_or_whose_reader_may_live_on_takes_no_further_block() -> None:

@@ -316,17 +316,18 @@ def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> 
 
 
 def test_closing_twice_is_harmless_and_leaves_no_segment(start: Start) -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:weightwire")
+    def mapped() -> set[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "memfd:weightwire" in line}
 
     start()
-    before = mapped()
+    before = mapped()  # what earlier tests left to the garbage collector may end meanwhile
     manager = SyncManager(timeout_s=60)
     manager.update(source(1), 1)
-    assert mapped() > before
+    assert mapped() - before
     manager.close()
     manager.close()
-    assert mapped() == before
+    assert mapped() <= before
 
 
 # --- what can go wrong on the engine's side ---------------------------------------------------------------------------

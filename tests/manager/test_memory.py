@@ -82,7 +82,7 @@ def test_a_verification_gives_all_memory_back(start: Start, transport: str, inst
             assert manager.verify(source(3)).ok
             assert not manager.verify(source(2)).ok
         gc.collect()
-        assert held(os.getpid()) == before
+        assert held(os.getpid()) <= before
         assert manager.update(source(4), 4).failed == () and manager.verify(source(4)).ok
 
 
@@ -104,7 +104,7 @@ def test_a_verification_that_fails_gives_all_memory_back_while_its_error_is_kept
             rig.end()
         with pytest.raises(WeightwireError, match="no more slices" if fault == "source" else "no replica of job"):
             manager.verify(weights)
-        assert held(os.getpid()) == before
+        assert held(os.getpid()) <= before
 
 
 def test_memory_that_no_worker_takes_goes_even_if_somebody_keeps_a_view_of_it() -> None:
@@ -147,7 +147,7 @@ def test_a_verification_that_does_not_fit_is_refused_with_both_numbers(
             patch.setattr(host_memory, "free_host_bytes", lambda: 0)
             with pytest.raises(TransportUnavailable, match="shm: a segment of 0 MiB does not fit: 0 MiB are free"):
                 manager.verify(source(1))
-        assert held(os.getpid()) == before and manager.verify(source(1)).ok and holds(rig, 1)
+        assert held(os.getpid()) <= before and manager.verify(source(1)).ok and holds(rig, 1)
 
 
 def test_the_memory_that_a_killed_replica_held_is_written_again(start: Start) -> None:
@@ -160,4 +160,4 @@ def test_the_memory_that_a_killed_replica_held_is_written_again(start: Start) ->
         for version in (3, 4):
             manager.update(source(version), version)
             assert holds(healthy, version)
-        assert held(os.getpid()) == before
+        assert held(os.getpid()) <= before
