@@ -17,7 +17,7 @@ import torch
 
 from inference_plugin.wire import codec
 from inference_plugin.wire.messages import Lease, Pull
-from tests.support.rig import eventually, fork, gone
+from tests.support.rig import eventually, fork, gone, stands_still
 from trainer_adapters.batch.client import fetch_entries
 from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import Entry, Kind, Owner, ShardId, VersionSpan
@@ -90,8 +90,7 @@ class OwnerProcess:
     def stop(self) -> None:
         """Every thread of it has stopped on return: the kernel takes a moment for that."""
         os.kill(self.pid, signal.SIGSTOP)
-        stats = list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
-        eventually(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats), "the stop")
+        eventually(lambda: stands_still(self.pid), "the stop")
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -88,8 +88,8 @@ def test_a_user_who_interrupts_next_batch_loses_no_rollouts(directory: Path) -> 
 def check_an_interrupt() -> None:
     with RolloutPool() as pool, LocalWorker(hostile):
         waits = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        waits.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            waits.start()
             pool.next_batch(1, timeout_s=LONG_S)
         pool.submit("t", "")
         assert pool.next_batch(1, timeout_s=LONG_S).task_ids == ("t",)

@@ -258,6 +258,8 @@ def test_workers_that_nobody_feeds_say_so_together_and_what_to_do(make: Callable
     pieces = [Piece(Box(i, (0,), (9,)), digest_bytes(t.numpy().tobytes())) for i, t in enumerate(tensors.values())]
     ask(first, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
     ask(first, Relay("policy", "t", (hop(second.address),), 1), Relaying)
+    nobody = Relay("policy", "t", (), 1)
+    eventually(lambda: ask(second, nobody, Relaying) == Relaying({0: 1}), "what the first one passes on")
     for worker in (second, first):
         with pytest.raises(PeerLost, match="no other worker passes this update on to this one: 1 of 2") as raised:
             seal(worker, pieces)

@@ -311,11 +311,12 @@ def test_a_peer_that_is_silent_ends_the_write_at_its_deadline_and_the_next_write
     thread, results = in_thread(
         lambda: write(sender, manifest, whole_slices(tensors), [target_at(held.address, manifest)])
     )
-    held.take(), held.answer()  # the first one, late: its answer is for nobody
-    _, payload = held.take()
-    held.answer()
-    thread.join()
-    assert payload == tensors["a"].numpy().tobytes() and results[0][1].messages == 1
+    payloads = []
+    while thread.is_alive():  # the first one is late, or was not even sent: its answer is for nobody
+        if held.socket.poll(20):
+            payloads.append(held.take()[1])
+            held.answer()
+    assert set(payloads) == {tensors["a"].numpy().tobytes()} and results[0][1].messages == 1
 
 
 def hang_on_the_second_bucket(address: str, out: str) -> None:
