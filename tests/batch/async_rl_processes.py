@@ -48,11 +48,11 @@ def run_worker(there: str) -> None:
 
 
 def run_rank(
-    rank: int, port: int, steps: int, workers: list[int], told: str, tasks: int = TASKS, kill_at: int = -1
+    rank: int, meeting: str, steps: int, workers: list[int], told: str, tasks: int = TASKS, kill_at: int = -1
 ) -> None:
     """Rank 0 writes what every process uses into `told`, a line for each look. At a step it kills a worker, when the
     ranks have fetched rows of it, and before the rewards are fetched."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     controller = Controller(tasks) if rank == 0 else None

@@ -20,14 +20,14 @@ GROUP_TIMEOUT_S = 600.0
 ROWS = [{"ids": [torch.full((3,), i), torch.full((i + 1,), 10 + i)]} for i in range(4)]
 
 
-def run_rank(rank: int, port: int, what: str, told: str) -> None:
+def run_rank(rank: int, meeting: str, what: str, told: str) -> None:
     """Writes the kind and the text of the error into `told`, and how many tasks this rank's store holds after it."""
     limit = timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{meeting}", limit, rank=rank, world_size=2)
     with Store(budget_bytes=1 << 24, name="made") as made, Store(budget_bytes=1 << 24, name="own") as own:
         entries = [entry for i, rows in enumerate(ROWS) for entry in made.put(f"t{i}", rows)] if rank == 0 else []
         whole = DistributedBatch.of_entries(entries, [made.owner]) if rank == 0 else None
-        batch = RankBatch(whole, own, by="nonsense" if what == "share" else "ids", timeout_s=2)
+        batch = RankBatch(whole, own, by="nonsense" if what == "share" else "ids", timeout_s=60)
         try:
             _fail(batch, own, what, fails=rank == 1)
             said: dict[str, Any] = {"kind": "none"}

@@ -28,16 +28,14 @@ leak, it shows."""
 def run(directory: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
     """Two workers and two ranks, from beginning to end; what rank 0 told."""
     environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     module, told = "tests.batch.async_rl_processes", directory / "told"
     theres = [directory / f"worker-{number}" for number in range(2)]
     workers = [fork(f"{module}:run_worker", environment, there=str(there)) for there in theres]
-    common: dict[str, Any] = {"port": port, "steps": steps, "workers": workers, "told": str(told), **options}
+    common: dict[str, Any] = {"meeting": str(directory / "meeting"), "told": str(told)}
+    common |= {"steps": steps, "workers": workers, **options}
     ranks: list[int] = []
     try:
-        eventually(lambda: all(there.exists() for there in theres), what="the workers")
+        eventually(lambda: all(there.exists() for there in theres), timeout_s=300, what="the workers")
         ranks += [fork(f"{module}:run_rank", environment, rank=rank, **common) for rank in range(2)]
         eventually(lambda: all(map(gone, ranks)), timeout_s=600, what="the end of the ranks")
     finally:

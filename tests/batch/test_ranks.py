@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from inference_plugin.wire.errors import BatchError
-from tests.support.engines import eventually, free_port
+from tests.support.engines import eventually
 from tests.support.rig import fork, gone, kill, runtime
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.ranks import RankBatch
@@ -109,7 +109,7 @@ def test_rows_that_a_rank_has_no_means_to_fetch_are_an_error_and_not_left_out(st
     made, mine = stores
     whole = drawn(made, 2)
     elsewhere = msgspec.structs.replace(made.owner, address="ray://nobody-joined")
-    batch = RankBatch(DistributedBatch.of_entries(whole.entries(), [elsewhere]), mine, by="ids", timeout_s=5)
+    batch = RankBatch(DistributedBatch.of_entries(whole.entries(), [elsewhere]), mine, by="ids", timeout_s=60)
     with pytest.raises(BatchError, match=r"rank 0: .*TransportUnavailable: .*Ray"):
         batch.fetch()
     assert batch.lost == set()
@@ -117,7 +117,7 @@ def test_rows_that_a_rank_has_no_means_to_fetch_are_an_error_and_not_left_out(st
 
 def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[Store, Store]) -> None:
     owner, mine = stores
-    batch = RankBatch(drawn(owner, 2), mine, by="ids", timeout_s=2)
+    batch = RankBatch(drawn(owner, 2), mine, by="ids", timeout_s=60)
     rows = batch.fetch()
     assert rows is not None
     batch.add({"sums": torch.zeros(len(rows))})
@@ -171,14 +171,14 @@ def run_ranks(monkeypatch: pytest.MonkeyPatch, what: str) -> list[dict[str, Any]
     """What the two ranks of `failing_ranks` were told."""
     with runtime(monkeypatch) as directory:
         told = [directory / f"told-{number}" for number in range(2)]
-        common = {"port": free_port(), "what": what}
+        common = {"meeting": str(directory / "meeting"), "what": what}
         environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
         ranks = [
             fork("tests.batch.failing_ranks:run_rank", environment, rank=number, told=str(path), **common)
             for number, path in enumerate(told)
         ]
         try:
-            eventually(lambda: all(map(gone, ranks)), timeout_s=120, what="the end of both ranks")
+            eventually(lambda: all(map(gone, ranks)), timeout_s=300, what="the end of both ranks")
         finally:
             for pid in ranks:
                 if not gone(pid):
