@@ -156,12 +156,12 @@ def test_a_pool_that_stands_still_for_longer_than_the_silence_limit_loses_nothin
     worker = workers()
     began = [directory / f"began{i}" for i in range(4)]
     payloads = {f"t{i}": {"gate": str(gate), "began": str(began[i])} for i in range(4)}
-    pid = start("run_pool", path=str(path), payloads=payloads, silence_s=3.0, take=0)
+    pid = start("run_pool", path=str(path), payloads=payloads, silence_s=6.0, take=0)
     eventually(lambda: all(path.exists() for path in began), "the functions")
     os.kill(pid, signal.SIGSTOP)
     gate.touch()
     eventually(lambda: worker.stats["tasks"] == 4, "four tasks in the store")
-    time.sleep(4.5)  # longer than the silence that it allows
+    time.sleep(8)  # longer than the silence that it allows
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: path.exists() and len(path.read_text().split("done")) == 5, "all four")
     assert worker.stats["tasks"] == 4
@@ -279,14 +279,14 @@ def test_a_killed_workers_tasks_run_elsewhere_and_complete_exactly_once(
 def test_a_worker_that_stands_still_is_lost_and_what_it_announces_later_is_ignored_and_cleared(
     pools: Any, workers: Any, directory: Path
 ) -> None:
-    pool = pools(silence_s=2.0)
+    pool = pools(silence_s=5.0)
     worker = workers()
     assert pool.submit("done", {}).result(LONG_S)
     began, gate = directory / "began", directory / "gate"
     future = pool.submit("late", {"began": str(began), "gate": str(gate)})
     eventually(began.exists, "the function")
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(PeerLost, match="silent for 2 s"):
+    with pytest.raises(PeerLost, match="silent for 5 s"):
         future.result(LONG_S)
     assert pool.stats().workers == 0
     gate.touch()
@@ -304,9 +304,10 @@ def test_a_cancelled_and_a_late_task_end_at_once_and_leave_nothing_at_the_worker
     pool = pools()
     gate = directory / "gate"
     with LocalWorker(slots=2) as local:
+        eventually(lambda: pool.stats().workers == 1, "the worker")
         payload = {"gate": str(gate), "stubborn": stubborn}
         cancelled = pool.submit("cancelled", payload | {"began": f"{directory}/began"})
-        late = pool.submit("late", payload, deadline_s=0.2)
+        late = pool.submit("late", payload, deadline_s=2)  # it takes a slot before
         queued = pool.submit("queued", {})
         eventually((directory / "began").exists, "the function")
         assert cancelled.cancel() and cancelled.cancelled() and not pool.cancel("cancelled")
@@ -487,7 +488,7 @@ def test_a_call_that_hangs_is_reported_and_keeps_close_no_longer_than_its_limit(
     local = LocalWorker()
     local.worker.collectives.submit(hangs.wait, LONG_S)
     with pytest.raises(SyncTimeout, match="weightwire-collectives still runs after"):
-        local.worker.close(timeout_s=0.3)
+        local.worker.close(timeout_s=3)
     local.worker.close()
     hangs.set()
     local.store.close()
@@ -597,13 +598,13 @@ def test_a_batch_that_nobody_takes_any_more_comes_first_again(pools: Any, direct
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_the_bound_address_is_the_advertised_one_on_ipv4_and_ipv6(pools: Any, workers: Any, host: str) -> None:
-    pool = pools(listen=f"tcp://{host}:*", silence_s=3)
+    pool = pools(listen=f"tcp://{host}:*", silence_s=5)
     local, address = pool.addresses
     assert local.startswith("ipc://") and Path(local.removeprefix("ipc://")).exists()
     assert address.startswith(f"tcp://{host}:") and not address.endswith((":*", ":0"))
     worker = workers(pool=address)
     assert pool.submit("a", {}).result(LONG_S).tags == {"pid": worker.pid}
-    time.sleep(5)  # longer than the silence: heartbeats keep it there
+    time.sleep(7)  # longer than the silence: heartbeats keep it there
     assert pool.stats().workers == 1
 
 

@@ -25,12 +25,13 @@ from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.update import transaction
 
 NBYTES = manifest_of(checkpoint(0)).nbytes
-SILENCE_S = 1.0
+SILENCE_S = 3.0
+"""Where one stalls, or others are to notice that nobody feeds them."""
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
+    monkeypatch.setattr(transaction, "ABORT_TIMEOUT_S", 1.0)  # one that is stalled doesn't answer
 
 
 class Watched(ShardSource):
@@ -54,8 +55,8 @@ def replicas(start: Start, count: int, **options: Any) -> list[Rig]:
     return sorted(rigs, key=lambda rig: rig.replica)
 
 
-def manager(fan_out: Any, **options: Any) -> SyncManager:
-    config = Config(silence_s=SILENCE_S)
+def manager(fan_out: Any, *, silence_s: float | None = None, **options: Any) -> SyncManager:
+    config = Config().but(silence_s=silence_s)
     one = SyncManager(transport="zmq", fan_out=fan_out, config=config, **{"timeout_s": 60, **options})
     msgspec.structs.force_setattr(one.settings.config, "bucket_bytes", 1600)
     return one
@@ -136,7 +137,7 @@ def test_a_relay_killed_in_the_middle_costs_its_replica_and_nobody_below_it(
     start: Start, fan_out: Any, position: int
 ) -> None:
     rigs = replicas(start, 6)
-    with manager(fan_out) as one:
+    with manager(fan_out, silence_s=SILENCE_S) as one:
         one.update(source(1), 1)
         lost = rigs.pop(position)
         report = one.update(Watched(2, lambda: kill(lost.worker_pid())), 2)
@@ -150,7 +151,7 @@ def test_a_relay_killed_in_the_middle_costs_its_replica_and_nobody_below_it(
 def test_a_replica_that_drops_out_by_another_of_its_ranks_leaves_nobody_below_it_behind(start: Start) -> None:
     """Its first worker lives and passed buckets on, but its transaction is over."""
     rigs = replicas(start, 4, tp=2)
-    with manager("chain") as one:
+    with manager("chain", silence_s=SILENCE_S) as one:
         one.update(source(1), 1)
         lost = rigs.pop(1)
         report = one.update(Watched(2, lambda: kill(lost.worker_pid(1))), 2)
@@ -162,7 +163,7 @@ def test_a_chain_without_its_first_worker_is_lost_at_once_for_this_update(start:
     """Nobody else has what the trainer sent."""
     first, *others = replicas(start, 3, tp=2)
     apart = start(tp=1)
-    with manager("chain", timeout_s=600) as one:
+    with manager("chain", silence_s=SILENCE_S, timeout_s=600) as one:
         one.update(source(1), 1)
         report = one.update(Watched(2, lambda: kill(first.worker_pid())), 2)
         errors = failed(report)
@@ -182,7 +183,7 @@ def test_a_relay_that_stalls_is_stepped_over_and_takes_the_next_update(
 ) -> None:
     rigs = replicas(start, 4)
     stalled, others = rigs[position], rigs[:position] + rigs[position + 1 :]
-    with manager(fan_out, timeout_s=600) as one:
+    with manager(fan_out, silence_s=SILENCE_S, timeout_s=600) as one:
         one.update(source(1), 1)
         one.settings.stragglers = Quorum(3)
         report = one.update(Watched(2, lambda: os.kill(stalled.worker_pid(), signal.SIGSTOP)), 2)
@@ -196,7 +197,7 @@ def test_a_relay_that_stalls_is_stepped_over_and_takes_the_next_update(
 
 def test_a_worker_at_the_end_that_stalls_holds_up_neither_the_trainer_nor_the_commit(start: Start) -> None:
     *others, last = replicas(start, 4)
-    with manager("chain", timeout_s=600) as one:
+    with manager("chain", silence_s=SILENCE_S, timeout_s=600) as one:
         one.update(source(1), 1)
         one.settings.stragglers = Quorum(3)
         report = one.update(Watched(2, lambda: os.kill(last.worker_pid(), signal.SIGSTOP)), 2)
@@ -211,7 +212,7 @@ def test_a_relay_killed_after_the_trainer_has_written_is_made_good_by_whoever_ha
 ) -> None:
     rigs = [*replicas(start, 6), start(tp=2)]
     lost = rigs.pop(0)
-    with manager(fan_out) as one:
+    with manager(fan_out, silence_s=SILENCE_S) as one:
         one.update(source(1), 1)
         one.on("staged", lambda **_: kill(lost.worker_pid()))
         report = one.update(source(2), 2)

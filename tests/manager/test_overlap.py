@@ -302,7 +302,7 @@ def test_listeners_hear_of_each_event_in_order_and_none_of_them_fails_an_update(
 # --- slow replicas ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [Quorum(1), BestEffort(0.5)])
+@pytest.mark.parametrize("policy", [Quorum(1), BestEffort(5)])
 def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_update(
     start: Start, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,10 +335,10 @@ def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_upd
 
 def test_who_is_ready_keeps_its_lease_while_another_takes_longer_than_the_lease(start: Start) -> None:
     ready, slow = start(), start()
-    with SyncManager(timeout_s=120, lease_s=3, catch_up="never") as manager:
+    with SyncManager(timeout_s=120, lease_s=6, catch_up="never") as manager:
         manager.update(source(1), 1)
         manager.on("staged", lambda **_: os.kill(slow.worker_pid(), signal.SIGSTOP))
-        wakes = threading.Timer(8, os.kill, (slow.worker_pid(), signal.SIGCONT))
+        wakes = threading.Timer(14, os.kill, (slow.worker_pid(), signal.SIGCONT))
         wakes.start()
         report = manager.update(source(2), 2)
         wakes.join()

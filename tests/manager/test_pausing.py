@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,10 @@ from tests.support.commands import weightwire
 from tests.support.managers import SyncManager
 from tests.support.phases import fall_silent
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
-from tests.support.rig import Rig, eventually, fork, kill
+from tests.support.rig import LONG_S, Rig, eventually, fork, kill
 from trainer_adapters import LocalSlice
+from trainer_adapters.fleet import asking, pauses
+from trainer_adapters.update import handle
 
 LEASE_S = 1.5
 
@@ -118,7 +121,15 @@ def test_an_installation_that_tears_a_paused_replica_leaves_it_refusing_when_it_
     assert rig.ask("state")["refusal"] is None and holds(rig, 3) and stands(rig, "serving")
 
 
-def test_a_pause_that_finds_no_boundary_in_time_leaves_the_replica_running(start: Start) -> None:
+def test_a_pause_that_finds_no_boundary_in_time_leaves_the_replica_running(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_all(*arguments: Any, timeout_s: float, silence_s: float, **options: Any) -> Any:
+        """Waits for the answer, which comes a tenth of a second before the manager's time is over, as long as it takes."""
+        return asking.ask_all(*arguments, timeout_s=LONG_S, silence_s=LONG_S, **options)
+
+    monkeypatch.setattr(pauses, "ask_all", ask_all)
+    monkeypatch.setattr(handle, "GRACE_S", LONG_S)
     rig = start()
     with SyncManager(timeout_s=1) as impatient, pytest.raises(SyncTimeout, match="no step boundary by policy 'drain'"):
         impatient.pause("drain")
@@ -210,6 +221,7 @@ def test_a_silent_manager_loses_its_pause_and_is_told_so(start: Start, monkeypat
         assert log(rig)[-1] == "resume"
         with pytest.raises(SyncTimeout, match=f"the manager was silent for {LEASE_S:g} s"):
             silent.resume()
+        silent.settings.config = silent.settings.config.but(lease_s=600)
         silent.pause()
         assert [r.state for r in silent.resume().replicas] == ["serving"], "a new pause is a new beginning"
 
@@ -217,7 +229,7 @@ def test_a_silent_manager_loses_its_pause_and_is_told_so(start: Start, monkeypat
 def test_a_pause_outlives_its_lease_while_its_manager_lives(start: Start) -> None:
     rig = start()
     renewed = threading.Event()
-    with SyncManager(timeout_s=60, lease_s=LEASE_S) as manager, pytest.MonkeyPatch.context() as patch:
+    with SyncManager(timeout_s=60, lease_s=6) as manager, pytest.MonkeyPatch.context() as patch:
         send = Channel.send
         count = 0
 
@@ -225,7 +237,7 @@ def test_a_pause_outlives_its_lease_while_its_manager_lives(start: Start) -> Non
             nonlocal count
             send(channel, body, payload)
             count += isinstance(body, RenewPause)
-            if count > 4:  # longer than the lease
+            if count > 3:  # longer than the lease
                 renewed.set()
 
         patch.setattr(Channel, "send", counted)
@@ -378,10 +390,12 @@ def test_a_replica_stays_asleep_while_its_silent_manager_may_use_the_memory_and_
 ) -> None:
     rig = start()
     fall_silent(monkeypatch)
-    with SyncManager(timeout_s=60, lease_s=LEASE_S) as silent:
+    with SyncManager(timeout_s=60, lease_s=600) as silent:
         silent.sleep(1)
         with pytest.raises(VersionConflict, match="asleep at level 1 by the manager of process"):
             manager.wake_up()
+        silent.settings.config = silent.settings.config.but(lease_s=LEASE_S)
+        silent.sleep(1)
         eventually(lambda: "is silent for more than" in card(rig).detail, "the end of the lease")
         assert stands(rig, "asleep")
         assert [r.state for r in manager.wake_up().replicas] == ["serving"]

@@ -139,8 +139,8 @@ def test_two_trainers_with_one_version_number_and_other_weights_are_told_apart(s
 
 def test_a_listener_that_takes_longer_than_the_lease_costs_no_replica(start: Start) -> None:
     rig = start()
-    with SyncManager(timeout_s=60, lease_s=3) as manager:
-        manager.on("staged", lambda **_: time.sleep(7))
+    with SyncManager(timeout_s=60, lease_s=6) as manager:
+        manager.on("staged", lambda **_: time.sleep(14))
         assert manager.update(source(1), 1).failed == ()
     assert holds(rig, 1)
 
@@ -163,13 +163,13 @@ class Gathering(ShardSource):
     def slices(self) -> Iterator[LocalSlice]:
         for i, item in enumerate(super().slices()):
             if i == 1:
-                time.sleep(7)
+                time.sleep(14)
             yield item
 
 
 def test_a_slice_that_takes_longer_than_the_lease_costs_no_replica(start: Start) -> None:
     rig = start()
-    with SyncManager(timeout_s=60, lease_s=3) as manager:
+    with SyncManager(timeout_s=60, lease_s=6) as manager:
         assert manager.update(Gathering(checkpoint(1)), 1).failed == ()
     assert holds(rig, 1)
 

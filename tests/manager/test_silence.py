@@ -44,11 +44,11 @@ from tests.support.rig import LONG_S, Rig, eventually, stands_still
 from trainer_adapters import LocalSlice
 from trainer_adapters.fleet.asking import Ask, ask_all
 
-SILENCE_S = 2.5
-LEASE_S = 3.0
+SILENCE_S = 4.2
+LEASE_S = 5.0
 """Less than a silence and the signs of life that come before it: whoever waits for one must renew the others' leases."""
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 WAIT_S = TIMEOUT_S / 2
 """Far above what the limits add up to, far below the operation's deadline."""
@@ -196,7 +196,7 @@ def test_one_that_stays_silent_costs_the_next_updates_nothing(start: Start, stop
 def test_leases_are_renewed_whatever_the_managers_thread_waits_for_and_no_longer_than_the_update(start: Start) -> None:
     """A source, a listener, a step boundary: each may take longer than a lease."""
     rigs = [start(), start(tp=2)]
-    lease_s = 4.0
+    lease_s = 6.0
     with SyncManager(timeout_s=TIMEOUT_S, lease_s=lease_s) as manager:
         manager.on("staged", lambda **_: time.sleep(2 * lease_s))
         rigs[0].ask("hold")
@@ -297,7 +297,7 @@ def test_a_pause_outlives_its_lease_while_another_replica_is_waited_for(start: S
     """One drains for longer than the lease; the one that stands already must not go on meanwhile."""
     ready, drains = start(), start()
     drains.ask("hold")
-    lease_s = 4.0
+    lease_s = 6.0
     with SyncManager(timeout_s=TIMEOUT_S, lease_s=lease_s) as manager:
         pausing = threading.Thread(target=manager.pause)
         pausing.start()
@@ -331,10 +331,9 @@ def test_with_the_default_limits_one_replica_stopped_at_each_step_leaves_the_hea
         assert statuses == {healthy.replica: "committed"} | {rig.replica: "failed" for rig in doomed.values()}
         assert manager.settings.lease_s < waited_s < 0.6 * manager.settings.timeout_s, f"waited for {waited_s:.1f} s"
         assert holds(healthy, 1)
-        began_s = time.monotonic()
-        assert manager.update(source(2), 2).failed == ()
-        assert time.monotonic() - began_s < manager.settings.config.control_timeout_s, (
-            "who is silent is not waited for again"
+        report = manager.update(source(2), 2)
+        assert [(r.replica, r.status) for r in report.replicas] == [(healthy.replica, "committed")], (
+            "who is silent is not asked again"
         )
         stops.over()
         for rig in doomed.values():
@@ -345,29 +344,30 @@ def test_with_the_default_limits_one_replica_stopped_at_each_step_leaves_the_hea
 
 
 class Peer:
-    """A process's socket, in a thread: answers `Describe` (or not), and every other request after a while."""
+    """A process's socket, in a thread: answers `Describe` (or not), and every other request once it `may_answer`."""
 
-    def __init__(self, address: str, *, answers_after_s: float, gives_signs_of_life: bool) -> None:
+    def __init__(self, address: str, *, gives_signs_of_life: bool) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.bind(address)
-        self._after_s, self._lives = answers_after_s, gives_signs_of_life
+        self._lives = gives_signs_of_life
+        self.may_answer = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        waiting: list[tuple[float, list[bytes], int]] = []
+        waiting: list[tuple[list[bytes], int]] = []
         while not self._ended.is_set():
             if self._socket.poll(20):
                 *route, content = self._socket.recv_multipart()
                 envelope = codec.decode(content)
                 if not isinstance(envelope.body, Describe):
-                    waiting.append((time.monotonic() + self._after_s, route, envelope.seq))
+                    waiting.append((route, envelope.seq))
                 elif self._lives:
                     self._socket.send_multipart([*route, codec.encode(Done(), envelope.seq)])
-            for due in [each for each in waiting if each[0] <= time.monotonic()]:
-                waiting.remove(due)
-                self._socket.send_multipart([*due[1], codec.encode(Done(), due[2])])
+            while waiting and self.may_answer.is_set():
+                route, seq = waiting.pop()
+                self._socket.send_multipart([*route, codec.encode(Done(), seq)])
         self._socket.close(linger=0)
 
     def end(self) -> None:
@@ -376,25 +376,27 @@ class Peer:
 
 
 def test_one_that_is_at_work_is_waited_for_and_one_that_is_silent_is_not(directory: Any) -> None:
-    silence_s = 1.5
+    """One that works answers only when the silent one has been given up."""
+    silence_s = 5
     addresses = [f"ipc://{directory}/{name}" for name in ("works", "silent", "answers")]
-    peers = [
-        Peer(addresses[0], answers_after_s=2 * silence_s, gives_signs_of_life=True),
-        Peer(addresses[1], answers_after_s=60, gives_signs_of_life=False),
-        Peer(addresses[2], answers_after_s=0, gives_signs_of_life=False),
-    ]
+    peers = [Peer(address, gives_signs_of_life=place == 0) for place, address in enumerate(addresses)]
+    peers[2].may_answer.set()
     heard: list[int] = []
+
+    def hear(place: int, _: object) -> None:
+        heard.append(place)
+        if place == 1:
+            peers[0].may_answer.set()
+
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(Channel(address)) for address in addresses]
         asks = [
             Ask(channel, Renew("policy", "t"), (lambda address=address: Channel(address),))  # type: ignore[misc]
             for channel, address in zip(channels, addresses, strict=True)
         ]
-        works, silent, answers = ask_all(
-            asks, Done, timeout_s=60, silence_s=silence_s, heard=lambda place, _: heard.append(place)
-        )
+        works, silent, answers = ask_all(asks, Done, timeout_s=LONG_S, silence_s=silence_s, heard=hear)
     for peer in peers:
         peer.end()
     assert isinstance(works, Done) and isinstance(answers, Done)
-    assert isinstance(silent, SyncTimeout) and "no sign of life for 1.5 s" in silent.message
-    assert heard == [2, 1, 0], "nobody waited for longer than 3 s, and nobody in vain for longer than 1.9 s"
+    assert isinstance(silent, SyncTimeout) and "no sign of life for 5 s" in silent.message
+    assert heard == [2, 1, 0]
