@@ -64,9 +64,9 @@ def test_a_backend_that_blocks_ends_at_the_deadline_and_keeps_no_other_owner_wai
     (mine,) = store.put("mine", {"k": torch.zeros(2)})
     have: dict[ShardId, Any] = {}
     with pytest.raises(FetchFailed, match="1 of 2 shards") as raised:
-        fetched([far_entry(), mine], FAR, store.owner, timeout_s=0.2, have=have)
+        fetched([far_entry(), mine], FAR, store.owner, timeout_s=3, have=have)
     assert isinstance(raised.value.failures[0].error, SyncTimeout) and list(have) == [mine.shard]
-    report = clear_tasks(["mine"], {FAR.id: FAR, store.owner.id: store.owner}, timeout_s=0.2)
+    report = clear_tasks(["mine"], {FAR.id: FAR, store.owner.id: store.owner}, timeout_s=3)
     assert (report.cleared, [who for who, _ in report.failed]) == (1, [FAR.id])
     go_on.set()
     assert ended.wait(600) and list(have) == [mine.shard]

@@ -43,7 +43,7 @@ from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import Owner, ShardId
 from trainer_adapters.batch.store import Store
 
-DEADLINE_S = 1.0
+DEADLINE_S = 5.0
 LONG_S = 3600.0
 """A fetch that ends long before has not waited for its deadline."""
 

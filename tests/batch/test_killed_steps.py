@@ -25,7 +25,7 @@ from trainer_adapters.batch.store import Store
 STEPS = 12
 """Places at which the owner is killed, spread over the lines of a put; and once after it."""
 
-SHORT_S = 0.5
+SHORT_S = 2.0
 """A put that stands still may hold the store's lock. Then nobody is answered, and a fetch ends without rows."""
 
 

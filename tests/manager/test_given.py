@@ -274,7 +274,7 @@ def test_a_closed_manager_says_that_it_is_closed(start: Start) -> None:
 def test_a_manager_that_is_dropped_without_close_is_warned_of(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """By a log, which is shown: its segment, as large as the model, stays."""
     start()
-    manager = SyncManager(timeout_s=20)
+    manager = SyncManager(timeout_s=120)
     manager.update(checkpoint(1))
     manager.__del__()  # the test closes it
     assert "of group 'policy' was dropped without close(): its shared memory" in caplog.text
@@ -313,9 +313,9 @@ def late(call):
     except Exception as error:
         print(type(error).__name__, "atexit" if "atexit" in error.hint else "", sep="")
 
-manager = SyncManager(timeout_s=20)
+manager = SyncManager(timeout_s=120)
 atexit.register(print, "over")
-atexit.register(late, lambda: SyncManager(timeout_s=20))
+atexit.register(late, lambda: SyncManager(timeout_s=120))
 atexit.register(manager.close)
 for call in (manager.resume, lambda: manager.update({})):
     atexit.register(late, call)

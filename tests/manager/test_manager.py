@@ -485,7 +485,7 @@ def test_a_step_boundary_that_does_not_come_is_a_timeout_and_the_old_version_is_
     rig = start(tp=2)
     manager.update(source(1), 1)
     rig.ask("hold")
-    manager.settings.timeout_s = 2
+    manager.settings.timeout_s = 6
     with pytest.raises(SyncTimeout) as raised:
         manager.update(source(2), 2)
     assert (raised.value.replica, raised.value.version) == (rig.replica, 2)
@@ -598,12 +598,12 @@ class Ranks:
         seen: dict[str, Any] = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
         return seen
 
-
     def woken(self, rank: int, number: int) -> dict[str, Any]:
         """`step` of a rank that stops itself in it: it may be late, and come to its stop only now."""
         path = self.out / f"rank{rank}.step{number}"
         eventually(lambda: (os.kill(self.pids[rank], signal.SIGCONT), path.exists())[1], path.name)
         return self.step(rank, number)
+
 
 @pytest.fixture
 def trainer(directory: Path) -> Iterator[Callable[..., Ranks]]:

@@ -183,7 +183,7 @@ def test_ready_says_whether_all_replicas_of_the_server_serve_a_version(rig: Rig)
 
 def test_each_server_of_ranks_that_share_experts_has_their_replica_and_no_neighbour_has(directory: Path) -> None:
     """External load balancing: each rank has a server of its own, and the card is of the engine core of the first."""
-    core = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    core = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
     assert core.stdout is not None
     worker = int(core.stdout.readline())
     ask = [sys.executable, "-c", "from inference_plugin.engines.http import replicas_here; print(len(replicas_here()))"]

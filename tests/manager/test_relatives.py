@@ -12,7 +12,7 @@ import pytest
 
 from inference_plugin.net import addresses
 from inference_plugin.plugins import hookimpl
-from inference_plugin.wire.errors import ManifestMismatch, TornReplica, VersionConflict, WeightwireError
+from inference_plugin.wire.errors import ManifestMismatch, ProtocolError, TornReplica, VersionConflict
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.manager.test_overlap import half
@@ -176,13 +176,13 @@ def test_a_slice_that_takes_longer_than_the_lease_costs_no_replica(start: Start)
 
 def test_a_manager_in_a_forked_process_says_so_instead_of_waiting(start: Start) -> None:
     start()
-    with SyncManager(timeout_s=1) as manager:
+    with SyncManager(timeout_s=60) as manager:
         manager.update(source(1), 1)
         if (pid := os.fork()) == 0:
-            signal.alarm(5)  # far longer than its one second
+            signal.alarm(300)
             try:
                 manager.update(source(2), 2)
-            except WeightwireError:
+            except ProtocolError:  # after a wait it would be a SyncTimeout
                 os._exit(0)
             os._exit(1)
         _, status = os.waitpid(pid, 0)
@@ -196,7 +196,7 @@ class SlowInstallation:
     @hookimpl
     def weightwire_installing(self, step: str) -> None:
         if step == "install":
-            threading.Event().wait(2)
+            threading.Event().wait(10)
 
 
 class FailingListener:
@@ -212,7 +212,7 @@ failing_listener = FailingListener()
 
 def test_an_installation_that_ends_after_the_deadline_is_not_reported_as_failed(start: Start) -> None:
     rig = start(WEIGHTWIRE_PLUGINS=f"{HERE}slow_installation")
-    with SyncManager(timeout_s=1.5) as manager:
+    with SyncManager(timeout_s=8) as manager:
         report = manager.update(source(1), 1)
     assert report.failed == ()
     assert holds(rig, 1)

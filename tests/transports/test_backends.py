@@ -139,7 +139,7 @@ def test_who_waits_for_a_broadcast_of_gloos_sleeps_until_it_is_there(
 
 
 def test_a_broadcast_that_nobody_sends_ends_by_the_deadline(tmp_path: Path, backend: str) -> None:
-    _sender, receiver = pair(tmp_path, 1, backend)
+    _sender, receiver = pair(tmp_path, 6, backend)
     with pytest.raises((SyncTimeout, RuntimeError), match=r"did not come together in time|Timed out"):
         receiver.broadcast(torch.zeros(1))()
 

@@ -16,6 +16,7 @@ from inference_plugin.wire import copying
 from inference_plugin.wire.compiled import WHY_NOT
 from inference_plugin.wire.copying import places_at, places_in
 from inference_plugin.wire.digest import digest_bytes
+from tests.support.rig import LONG_S
 
 compiled = pytest.mark.skipif(bool(WHY_NOT), reason=f"not compiled: {WHY_NOT}")
 
@@ -81,7 +82,7 @@ def test_any_number_of_empty_rows_takes_no_time(copy_rows: Callable[..., None], 
     target, empty = np.zeros(8, dtype=np.uint8), (1 << 62, 0, streaming)
     copying_them = threading.Thread(target=copy_rows, args=(target, 0, 0, bytes(8), 0, 0, *empty), daemon=True)
     copying_them.start()
-    copying_them.join(10)
+    copying_them.join(LONG_S)
     assert not copying_them.is_alive()
 
 
