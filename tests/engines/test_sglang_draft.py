@@ -172,15 +172,17 @@ def test_tokens_that_are_accepted_at_once_have_the_version_that_verified_them(
             names = driver.submit(prompts, 100)
             driver.wait_for_tokens(names, version)
             manager.update(ModuleAdapter(weights(new)), version)
+            differs: list[bool] = []
             for done, whole, prompt in zip(driver.wait(names), greedy_batch(old, prompts, 100), prompts, strict=True):
                 count = done["versions"].count(str(version - 1))
                 assert done["versions"] == [str(version - 1)] * count + [str(version)] * (100 - count)
                 assert done["tokens"][:count] == whole[:count], "as the old weights say"
                 if count < 100:
-                    assert done["tokens"][count] != whole[count]
+                    differs.append(done["tokens"][count] != whole[count])
                 if count < 100 and in_flight == "recompute":
                     (rest,) = greedy_batch(new, [prompt + done["tokens"][:count]], 5)
                     assert done["tokens"][count : count + 5] == rest[: 100 - count], "as the new ones go on"
+            assert sum(differs) * 2 >= len(differs), "both may say the same now and then"
 
 
 def sglang_head(directory: Path, seed: int) -> Path:
