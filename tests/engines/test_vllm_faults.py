@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, W
 from inference_plugin.wire.reports import UpdateReport
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, reference, source
-from tests.support.engines import Driver, Engine, Server, check_starts, eventually, noted_starts, segments_of
+from tests.support.engines import Driver, Engine, Server, check_starts, eventually, free_port, noted_starts, segments_of
 from tests.support.managers import SyncManager
 from tests.support.phases import AtPhase, fall_silent
 from tests.support.preloaded import nursery
@@ -188,10 +187,7 @@ class Trainer:
         self.directory = directory
         directory.mkdir()
         (directory / "config").write_text(json.dumps(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = [
             nursery(sys.executable, ("torch.distributed", "safetensors.torch"), (("OMP_NUM_THREADS", "1"),)).start(
                 "tests.support.fault_trainer",

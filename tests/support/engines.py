@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -275,10 +276,12 @@ class Engine:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this host that nobody listens on just now. It is not of those that the system gives to whoever names none (32768
+    and above), any of which may be taken by the time that a server asks for it."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 30_000 + secrets.randbelow(2_768)))
+            return int(probe.getsockname()[1])
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
