@@ -55,7 +55,7 @@ def test_an_update_comes_while_the_cache_is_copied_to_the_host_and_what_lies_the
     engine: SglangDriver, checkpoint: Checkpoint, policy: InFlight, paused: bool
 ) -> None:
     """`paused`: by the user, so that SGLang notices no end of a copy."""
-    with SyncManager(in_flight=policy, timeout_s=30) as manager:
+    with SyncManager(in_flight=policy, timeout_s=120) as manager:
         for model in (checkpoint("llama", tied=False, seed=seed) for seed in (2, 1)):
             flight = engine.submit(OTHERS, 30)
             engine.wait_for_tokens(flight, 2)

@@ -50,7 +50,7 @@ def test_a_batch_that_vllm_planned_ahead_and_nobody_steps_any_more_delays_no_upd
     with Driver(runtime, in_process=True, WEIGHTWIRE_TEST_ASYNC="1") as engine:
         engine.open(old, async_scheduling=True)
         before = engine.tokens(PROMPTS[:1])
-        with SyncManager(in_flight="drain", timeout_s=20) as manager:
+        with SyncManager(in_flight="drain", timeout_s=120) as manager:
             manager.update(load(new), 1)  # nothing runs
             assert engine.tokens(PROMPTS[:1]) != before
             names = engine.submit(PROMPTS[:1], 200)

@@ -99,7 +99,7 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
-def eventually(look: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
+def eventually(look: Callable[[], T], *, timeout_s: float = 300.0, what: str = "") -> T:
     """The first true value of `look`. Fails the test, saying `what`, when there is none in time."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := look()):

@@ -378,13 +378,13 @@ def _answer_test(request: dict[str, Any], control: PlainControl) -> Any:
     elif what == "look":
         looks: queue.SimpleQueue[tuple[str | None, list[bytes]]] = queue.SimpleQueue()
         control.submit(lambda: looks.put((control.refusal, control.ask(b"P"))))
-        refusal, digests = looks.get(timeout=30)
+        refusal, digests = looks.get(timeout=300)
         return {"refusal": refusal, "held": [json.loads(each) for each in digests]}
     else:
         answers: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         kind, content = (b"P", b"") if what == "peek" else (b"F", request["step"].encode())
         control.submit(lambda: answers.put(control.ask(kind, content, request.get("rank"))))
-        found = answers.get(timeout=30)
+        found = answers.get(timeout=300)
         return [json.loads(answer) for answer in found] if what == "peek" else None
     return None
 
