@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.processes import has_ended
 from inference_plugin.plugins import plugin_manager
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
 from inference_plugin.wire.reports import UpdateReport
@@ -42,6 +43,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PLUGIN = "tests.support.fault_plugin:plugin"
 LEASE_S = 4.0
+DEADLINE_S = 25.0
+"""Of an update in whose middle something falls silent: a busy machine comes to the middle before."""
 KEPT_SEGMENTS = 2
 """A worker keeps this many mapped: what it serves (the way back) and the one before, for the next update."""
 IN_FLIGHT = 200
@@ -236,7 +239,7 @@ class Trainer:
 
 def trainer(faulty: Faulty, tmp_path: Path, ranks: int, rank: int, point: str, **options: Any) -> Trainer:
     model = faulty.models[faulty.other] / "model.safetensors"
-    options = {"timeout_s": 90, "lease_s": 60, **options}
+    options = {"timeout_s": 600, "lease_s": 600, **options}
     return Trainer(
         tmp_path / "trainer",
         ranks,
@@ -261,8 +264,8 @@ def test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_o
         state = {s.state for s in statuses(tp2.card)}
         assert state == {"sealed" if point == "sealed" else "receiving"}
         killed.signal(0, signal.SIGKILL)
-        # Not its lease of a minute ends the transaction, but its death.
-        eventually(lambda: all_idle(tp2.card), timeout_s=30, what="the transaction of a dead trainer to be dropped")
+        # Not its lease of ten minutes ends the transaction, but its death.
+        eventually(lambda: all_idle(tp2.card), what="the transaction of a dead trainer to be dropped")
     tp2.assert_recovered()
     assert not list((tp2.engine.runtime / tp2.engine.job).glob("trainer-*"))
 
@@ -292,7 +295,7 @@ def test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once(tp2: Faul
         ranks.signal(1, signal.SIGKILL)
         result = ranks.result(0)
         assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
-        assert result["version"] == tp2.version + 1 and result["seconds"] < 60
+        assert result["version"] == tp2.version + 1 and result["seconds"] < 300
     tp2.assert_recovered()
     assert not list((tp2.engine.runtime / tp2.engine.job).glob("trainer-*"))
 
@@ -308,7 +311,7 @@ def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_up
         ranks.signal(1, signal.SIGKILL)
         result = ranks.result(0)
         assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
-        assert result["version"] == tp2.version + 1 and result["seconds"] < 60
+        assert result["version"] == tp2.version + 1 and result["seconds"] < 300
     ended = tp2.engine.wait(running)
     assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", IN_FLIGHT)] * 2
     assert [set(r["versions"]) for r in ended] == [{tp2.stamp}] * 2
@@ -337,7 +340,7 @@ def test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_er
 
 
 def test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline(tp2: Faulty, tmp_path: Path) -> None:
-    with trainer(tp2, tmp_path, 2, 1, "writing", timeout_s=8) as ranks:
+    with trainer(tp2, tmp_path, 2, 1, "writing", timeout_s=DEADLINE_S) as ranks:
         ranks.arrived()
         ranks.signal(1, signal.SIGSTOP)
         result = ranks.result(0)
@@ -354,7 +357,7 @@ def test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes(tp2: Faul
     with trainer(tp2, tmp_path, 1, 0, point, lease_s=LEASE_S) as stopped:
         stopped.arrived()
         stopped.signal(0, signal.SIGSTOP)
-        eventually(lambda: all_idle(tp2.card), timeout_s=60, what="the lease to run out")
+        eventually(lambda: all_idle(tp2.card), what="the lease to run out")
         tp2.assert_serves()
         newer = tp2.other
         tp2.version += 1  # the version that it was about to bring
@@ -417,14 +420,14 @@ def test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one
     tp2: Faulty, rank: int, point: str
 ) -> None:
     worker = psutil.Process(tp2.card.workers[rank].pid)
-    with SyncManager(timeout_s=10, lease_s=LEASE_S) as sync:
+    with SyncManager(timeout_s=DEADLINE_S, lease_s=LEASE_S) as sync:
         halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, point)
         worker.suspend()
         try:
             started_s = time.monotonic()
             with pytest.raises(SyncTimeout) as caught:
                 halted.go_on()
-            assert time.monotonic() - started_s < 60
+            assert time.monotonic() - started_s < 4 * DEADLINE_S
             assert caught.value.replica == tp2.card.replica
         finally:
             worker.resume()
@@ -447,7 +450,7 @@ def test_a_silent_coordinator_fails_the_commit_by_the_deadline_and_takes_the_nex
     tp2: Faulty,
 ) -> None:
     coordinator = psutil.Process(tp2.card.pid)
-    with SyncManager(timeout_s=8) as sync:
+    with SyncManager(timeout_s=DEADLINE_S) as sync:
         halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, "sealed")
         coordinator.suspend()
         try:
@@ -689,9 +692,10 @@ def test_a_worker_that_stands_still_in_its_installation_leaves_a_torn_replica_th
     environment = {
         "WEIGHTWIRE_PLUGINS": PLUGIN,
         "WEIGHTWIRE_TEST_FAULTS": str(faults),
-        "WEIGHTWIRE_RANK_TIMEOUT_S": "5",
+        "WEIGHTWIRE_RANK_TIMEOUT_S": "20",
     }
-    with Driver(runtime, **environment) as driver, SyncManager(timeout_s=60) as sync:
+    patient = Config(control_timeout_s=60.0)  # the engine is to notice it, not the manager
+    with Driver(runtime, **environment) as driver, SyncManager(timeout_s=240, config=patient) as sync:
         driver.open(model_a, tensor_parallel_size=2, max_model_len=1024)
         faulty = Faulty(driver, faults, model_a, model_b)
         faulty.update(sync=sync)

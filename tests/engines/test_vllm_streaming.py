@@ -14,14 +14,12 @@ import pytest
 
 from inference_plugin.wire.errors import CommitFailed, TornReplica, WeightwireError
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_faults import PLUGIN, Faulty, Halted, assert_gone, statuses, trainer
+from tests.engines.test_vllm_faults import DEADLINE_S, LEASE_S, PLUGIN, Faulty, Halted, assert_gone, statuses, trainer
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, source
 from tests.support.engines import Driver, eventually
 from tests.support.managers import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-LEASE_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def tp2(tp2_engine: Faulty, monkeypatch: pytest.MonkeyPatch) -> Faulty:
 def assert_torn_until_healed(tp2: Faulty, why: str) -> None:
     """It refuses on all ranks and says why; the next update, which streams too, makes it whole."""
     assert isinstance(tp2.engine, Driver)
-    eventually(lambda: tp2.card.state == "torn", timeout_s=60, what="the replica to be torn")
+    eventually(lambda: tp2.card.state == "torn", what="the replica to be torn")
     eventually(lambda: {s.state for s in statuses(tp2.card)} == {"torn"}, what="all ranks to know it")
     assert why in tp2.card.detail
     refused = tp2.generated()
@@ -67,7 +65,7 @@ def test_a_manager_killed_while_it_streams_tears_the_replica_until_the_next_upda
         killed.arrived()
         assert {s.state for s in statuses(tp2.card)} == {"committing"}
         killed.signal(0, signal.SIGKILL)
-        # Not its lease of a minute ends the stream, but its death.
+        # Not its lease of ten minutes ends the stream, but its death.
         assert_torn_until_healed(tp2, "the trainer's process ended")
     tp2.assert_recovered()
 
@@ -87,7 +85,7 @@ def test_a_killed_trainer_rank_fails_the_update_which_says_that_the_replica_is_t
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["manager", "rank 1"])
 def test_a_trainer_that_wakes_late_writes_into_nothing_that_is_served(tp2: Faulty, tmp_path: Path, rank: int) -> None:
-    options = {"lease_s": LEASE_S} if rank == 0 else {"timeout_s": 8}
+    options = {"lease_s": LEASE_S} if rank == 0 else {"timeout_s": DEADLINE_S}
     with trainer(tp2, tmp_path, rank + 1, rank, "streaming", install="streaming", **options) as ranks:
         ranks.arrived()
         ranks.signal(rank, signal.SIGSTOP)
@@ -126,14 +124,14 @@ def test_an_installation_that_fails_after_the_bytes_tears_the_replica(tp2: Fault
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_silent_worker_fails_the_update_by_the_deadline_and_the_next_one_heals(tp2: Faulty, rank: int) -> None:
     worker = psutil.Process(tp2.card.workers[rank].pid)
-    with SyncManager(timeout_s=10, lease_s=LEASE_S, install="streaming") as sync:
+    with SyncManager(timeout_s=DEADLINE_S, lease_s=LEASE_S, install="streaming") as sync:
         halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, "staging")
         worker.suspend()
         try:
             started_s = time.monotonic()
             with pytest.raises(WeightwireError) as caught:
                 halted.go_on()
-            assert time.monotonic() - started_s < 60
+            assert time.monotonic() - started_s < 4 * DEADLINE_S
             assert caught.value.replica == tp2.card.replica
         finally:
             worker.resume()
@@ -151,8 +149,8 @@ def test_requests_in_flight_wait_while_it_streams_and_go_on_with_the_new_version
             before = tp2.stamp
             report = tp2.update(sync=sync)
             ended = tp2.engine.wait(running)
-            if any(tp2.stamp in r["versions"] for r in ended):
-                break  # else they had ended before it began: once more
+            if all(tp2.stamp in r["versions"] for r in ended):
+                break  # else one had ended before it began: once more
     assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", length)] * 2
     assert [sorted(set(r["versions"])) for r in ended] == [sorted({before, tp2.stamp})] * 2
     (replica,) = report.replicas
