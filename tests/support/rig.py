@@ -77,7 +77,8 @@ def stands_still(pid: int) -> bool:
 
 def kill(pid: int) -> None:
     """kill -9, and waits until the process is gone."""
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may have ended with another one
+        os.kill(pid, signal.SIGKILL)
     eventually(lambda: gone(pid), f"the end of process {pid}")
 
 
