@@ -161,7 +161,7 @@ def test_a_torn_engine_refuses_with_the_reason_until_a_full_update_heals_it(live
     faults.steps = ["install", "undo"]
     plugin_manager().register(faults)
     try:
-        running = live.driver.submit(PROMPTS[:1], 900)
+        running = live.driver.submit(PROMPTS[:1] * 10, 900)  # together they run for longer than the update takes
         with SyncManager() as manager, pytest.raises(TornReplica):
             manager.update(live.source("B"), live.version + 1)
     finally:
