@@ -161,9 +161,18 @@ def test_what_is_no_request_to_a_coordinator_is_refused_and_it_goes_on(directory
 def unwritable(coordinator: ReplicaCoordinator, kind: str) -> Path:
     """From now on the card can't be written, not even by root; removing the directory that is returned heals that."""
     path = addresses.runtime_dir() / f"{coordinator.card.replica}.{kind}"
-    path.unlink(missing_ok=True)
-    path.mkdir()
+    eventually(lambda: _is_replaced_by_a_directory(path), f"a directory in the place of {kind}")
     return path
+
+
+def _is_replaced_by_a_directory(path: Path) -> bool:
+    """False where the coordinator, which looks after its card, was first."""
+    path.unlink(missing_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def failing(*steps: str) -> Callable[[RankOperation], list[RankReply]]:

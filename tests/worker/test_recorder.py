@@ -19,6 +19,12 @@ from inference_plugin.wire.messages import Committed, RankCommit
 from inference_plugin.wire.reports import UpdateReport
 
 
+@pytest.fixture(autouse=True)
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told is written when `close` returns, however slow the disk is."""
+    monkeypatch.setattr("inference_plugin.engines.recorder.CLOSE_TIMEOUT_S", 300.0)
+
+
 def committed(version: int) -> Committed:
     """Two ranks; the slower one installed for 0.5 s."""
     ranks = tuple(RankCommit(rank, version, 0.25 * (rank + 1), False, checked_bytes=1000) for rank in range(2))
