@@ -160,7 +160,7 @@ def test_no_value_in_any_field_ends_the_loop_or_reaches_another_group(
     worker: Worker, trainer: Driver, raw: Any
 ) -> None:
     trainer.open()
-    trainer.begin("bystander", 1)
+    trainer.begin("bystander", 1, lease_s=3600)  # longer than thousands of requests take on any machine
     trainer.write(weights(1))
     seen: set[str] = set()
 
