@@ -36,6 +36,7 @@ RANKS = (0, 1)
 RANK_TIMEOUT_S = 20.0
 UPDATES = 12
 TOKENS = 150
+TRIES = 20
 
 
 class Shared:
@@ -162,7 +163,8 @@ def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_update
 
 def notes_of(shared: Shared, rank: int) -> list[list[list[float]]]:
     path = shared.steps / str(rank)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole_lines, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [json.loads(line) for line in whole_lines.splitlines()]
 
 
 def equally_many(notes: list[list[list[list[float]]]]) -> list[list[list[list[float]]]] | None:
@@ -173,12 +175,15 @@ def equally_many(notes: list[list[list[list[float]]]]) -> list[list[list[list[fl
 @pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
 def test_requests_of_both_ranks_follow_the_policy(shared: Shared, in_flight: str) -> None:
     with ThreadPoolExecutor(2) as pool, SyncManager(in_flight=in_flight, timeout_s=180) as sync:  # type: ignore[arg-type]
-        steps = len(notes_of(shared, 0))
-        asked = [pool.submit(shared.server.complete, PROMPTS[0], 100, rank) for rank in RANKS]
-        eventually(lambda: len(notes_of(shared, 0)) > steps + 5, what="steps")
-        before = str(shared.version or "default")
-        shared.update(sync)
-        answers = [future.result(600) for future in asked]
+        for _ in range(TRIES):
+            steps = len(notes_of(shared, 0))
+            asked = [pool.submit(shared.server.complete, PROMPTS[0], 100, rank) for rank in RANKS]
+            eventually(lambda steps=steps: len(notes_of(shared, 0)) > steps + 5, what="steps")  # type: ignore[misc]
+            before = str(shared.version or "default")
+            shared.update(sync)
+            answers = [future.result(600) for future in asked]
+            if in_flight != "drain" or {str(shared.version)} not in [versions_of(answer) for _, answer in answers]:
+                break  # else one of them came to its rank after the update: the steps were others'
     for status, answer in answers:
         assert status == 200, answer
         choice = answer["choices"][0]
@@ -187,8 +192,12 @@ def test_requests_of_both_ranks_follow_the_policy(shared: Shared, in_flight: str
         else:
             assert len(choice["token_ids"]) == 100
         if in_flight == "drain":
-            assert {span["version"] for span in answer["metadata"]["weight_versions"]} == {before}
+            assert versions_of(answer) == {before}
     shared.assert_serves()
+
+
+def versions_of(answer: dict[str, Any]) -> set[str]:
+    return {span["version"] for span in answer["metadata"]["weight_versions"]}
 
 
 def test_no_rank_steps_while_it_is_paused_and_requests_of_then_are_answered_with_the_update(shared: Shared) -> None:
