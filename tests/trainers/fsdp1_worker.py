@@ -178,7 +178,7 @@ def not_contiguous_flat() -> Result:
 
 def summoned_for_the_others(stops: int) -> Result:
     """Three units are summoned. Rank 0 closes its slices when it has taken `stops`, or raises in the middle of the next."""
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=120))
     units: list[Any] = [nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last) for _ in range(3)]
     units = [FullyShardedDataParallel(unit, process_group=group, device_id=CPU) for unit in units]
     model = FullyShardedDataParallel(nn.Sequential(*units), process_group=group, device_id=CPU)

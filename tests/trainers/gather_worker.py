@@ -185,7 +185,7 @@ def export_goes_on_when_nobody_takes() -> Result:
 
 def a_rank_fails_before_its_adapter() -> Result:
     """Rank 1 never makes its adapter; then all ranks make one."""
-    group = dist.new_group(timeout=timedelta(seconds=10))
+    group = dist.new_group(timeout=timedelta(seconds=20))
 
     def made() -> None:
         ExportAdapter(lambda: [("a", torch.ones(4))], process_group=group)
@@ -197,7 +197,7 @@ def a_rank_fails_before_its_adapter() -> Result:
 
 def gathering_goes_on_when_nobody_takes() -> Result:
     source = FSDPAdapter(shard_layers(tiny_qwen3()))
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=120))
     tensors = gathered(source, bucket_bytes=4096, process_group=group)
     taken = [next(tensors)] if dist.get_rank() == 1 else list(tensors)
     tensors.close()  # type: ignore[attr-defined]
