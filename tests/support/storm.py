@@ -8,16 +8,15 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from inference_plugin.net import addresses
 from tests.support import poison
 from tests.support.hostile import idle_peers, pester, verify_and_leave
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
-from tests.support.rig import Rig, eventually
+from tests.support.rig import Rig
 from tests.support.storm_checks import noted_in
-from tests.support.troubles import Troubles
+from tests.support.troubles import Troubles, make_unwritable
 
 
 class Storm(Troubles[Rig]):
@@ -144,7 +143,7 @@ class Storm(Troubles[Rig]):
         paths = [directory / f"{name}.tmp" for name in (*written, "policy.report")]
         paths = self.chance.sample(paths, k=self.chance.randint(1, len(paths)))
         for path in paths:
-            eventually(lambda path=path: _made(path), f"no writer of {path}")  # type: ignore[misc]
+            make_unwritable(path)
         yield
         for path in paths:
             path.rmdir()
@@ -162,14 +161,6 @@ class Storm(Troubles[Rig]):
         timer.start()
         yield
         timer.join()
-
-
-def _made(directory: Path) -> bool:
-    """Whether this made the directory; not while somebody writes a file of that name."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir()
-        return True
-    return False
 
 
 # --- processes of trainers --------------------------------------------------------------------------------------------

@@ -195,9 +195,9 @@ class Troubles(StormChecks[R]):
     @contextlib.contextmanager
     def way_back_fails(self) -> Iterator[None]:
         replica = self._tear()
-        card = addresses.runtime_dir() / f"{replica.replica}.tmp"
+        card = addresses.runtime_dir() / f"{replica.replica}.card.tmp"
         if unwritable := self.chance.random() < 0.5:
-            card.mkdir()
+            make_unwritable(card)
         yield
         if unwritable:
             card.rmdir()
@@ -405,3 +405,16 @@ class Troubles(StormChecks[R]):
 
     def beside_a_trainer_to_be_killed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+def make_unwritable(file: Path) -> None:
+    """Not even root can write it, until the directory in its place is removed."""
+
+    def is_replaced() -> bool:
+        try:
+            file.mkdir()
+        except FileExistsError:  # somebody writes it just now
+            return False
+        return True
+
+    eventually(is_replaced, f"no writer of {file.name}")
