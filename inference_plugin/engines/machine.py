@@ -84,8 +84,9 @@ class ReplicaMachine:
         """Commits, pauses and resumes, in the order in which they came. The first one has the engine's thread."""
         self._verifications: list[Command] = []
         self._actions: list[Action] = []
-        self._committed: dict[str, tuple[str, Committed]] = {}
-        """The last commit of each group: its transaction, and the answer, which may get lost and be asked for again."""
+        self._answers: dict[str, tuple[str, Committed | Failed]] = {}
+        """Of each group's last commit that committed or tore: its transaction, and the answer, which may get lost and be asked
+        for again. Where a rank was lost, no turn would come for a second attempt."""
 
     def on(self, event: Event, now_s: float) -> list[Action]:
         """The actions that follow from `event`. Never raises, whatever a peer asks."""
@@ -143,10 +144,12 @@ class ReplicaMachine:
             if known.is_asked_again(body, asked.peer):
                 known.asker = asked.asker
                 return
-        if isinstance(body, Commit) and not self.standing.torn:
-            txn, committed = self._committed.get(body.group, ("", None))
-            if committed is not None and txn == body.txn:
-                self._reply(asked.asker, committed)
+        if isinstance(body, Commit):
+            txn, answer = self._answers.get(body.group, ("", None))
+            torn = self.standing.torn
+            holds = body.group in torn if isinstance(answer, Failed) else not torn
+            if answer is not None and txn == body.txn and holds:
+                self._reply(asked.asker, answer)
                 return
         if len(queue) >= limit:
             raise ProtocolError(
@@ -199,8 +202,14 @@ class ReplicaMachine:
             torn=dict(standing.torn),
         )
         yield AnnounceCommit(plan)
-        committed = yield from commit_on_all_ranks(plan, standing, self._clock, submitted_s)
-        self._committed[request.group] = (request.txn, committed)
+        try:
+            committed = yield from commit_on_all_ranks(plan, standing, self._clock, submitted_s)
+        except Exception as failure:
+            if standing.torn.get(plan.group) != plan.torn.get(plan.group):
+                place = {"phase": "commit", "group": plan.group, "version": plan.version, **self._where}
+                self._answers[plan.group] = (plan.txn, Failed(WeightwireError.wrap(failure).at(**place).info()))
+            raise
+        self._answers[request.group] = (request.txn, committed)
         if not committed.already:
             yield TellListeners(request.group, committed)
         return committed

@@ -429,6 +429,6 @@ def test_an_engine_whose_requests_can_t_be_ended_takes_no_step_until_it_is_heale
         commit(coordinator)
     assert "resume" not in control.asked and control.escaped == []
     control.answers = lambda operation: committed(operation, 1)
-    commit(coordinator)
+    commit(coordinator, "another")
     assert control.asked[-2:] == ["generate", "resume"] and control.refusal is None
     coordinator.close()

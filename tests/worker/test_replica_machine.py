@@ -197,6 +197,42 @@ def test_a_rank_that_is_lost_while_it_installs_tears_and_an_engine_that_cannot_r
     assert one.kinds() == ["check", "StopSteps", "install", "Refuse", "Publish", "tear"], "it does not resume"
 
 
+@pytest.mark.parametrize("failures", [("finish",), ("install", "undo")])
+def test_a_commit_that_tore_is_answered_from_memory_until_another_one_has_healed_the_group(
+    failures: tuple[str, ...],
+) -> None:
+    """Its answer may be lost while the manager asks again. With a rank lost, no turn would come for a second attempt."""
+    one = Simulated(failing(*failures))
+    one.ask("a", COMMIT)
+    one.boundary()
+    one.kinds()
+    one.ask("a again", COMMIT)
+    assert one.answered["a again"] == one.answered["a"] and isinstance(one.answered["a"], Failed)
+    one.boundary()
+    assert one.kinds() == []
+    one.answer = agreeing
+    one.ask("b", Commit("policy", "t2", 2))
+    one.boundary()
+    assert isinstance(one.answered["b"], Committed) and one.machine.standing.refusal is None
+    one.ask("b again", Commit("policy", "t2", 2))
+    assert one.answered["b again"] == one.answered["b"]
+
+
+def test_a_commit_that_did_not_tear_is_tried_again_also_where_its_group_was_torn_before() -> None:
+    one = Simulated(failing("finish"))
+    one.ask("a", COMMIT)
+    one.boundary()
+    one.answer = failing("check")
+    again = Commit("policy", "t2", 2)
+    one.ask("b", again)
+    one.boundary()
+    assert isinstance(one.answered["b"], Failed) and one.machine.standing.refusal is not None
+    one.answer = agreeing
+    one.ask("b again", again)
+    one.boundary()
+    assert isinstance(one.answered["b again"], Committed) and one.machine.standing.refusal is None
+
+
 def test_commits_and_pauses_take_turns_in_order_and_a_repeated_request_answers_who_asked_last() -> None:
     one = Simulated(draining)
     one.ask("a", Pause(Sender("s", 1, HERE), 600, in_flight="drain"))
