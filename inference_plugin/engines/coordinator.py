@@ -31,6 +31,7 @@ from inference_plugin.engines.events import (
     PublishCard,
     Reply,
     Submit,
+    TellFailure,
     Turn,
     VersionLost,
 )
@@ -187,8 +188,8 @@ class ReplicaCoordinator(Service):
                     perform = action  # one at most, and the last to be acted on: it takes its time
                 elif isinstance(action, Reply):
                     action.asker(action.body)
-                    if isinstance(action.body, Failed) and action.body.error.phase == "commit":
-                        self._recorder.tell_failure(action.body.error)
+                elif isinstance(action, TellFailure):
+                    self._recorder.tell_failure(action.error)
                 elif isinstance(action, Submit):
                     self._submit(action.command)
                 elif isinstance(action, PublishCard):

@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from inference_plugin.engines.actions import EngineAction, Steps, StopSteps
 from inference_plugin.engines.standing import Held
-from inference_plugin.wire.errors import SyncTimeout
+from inference_plugin.wire.errors import ErrorInfo, SyncTimeout
 from inference_plugin.wire.messages import Body, Commit, Verify
 
 __all__ = [
     "AllRead", "Asked", "Command", "ManagerEnded", "NotSubmitted", "Overwritten", "Perform", "Performed", "PublishCard",
-    "Reply", "Start", "Submit", "Tick", "Turn", "VersionLost",
+    "Reply", "Start", "Submit", "TellFailure", "Tick", "Turn", "VersionLost",
 ]  # fmt: skip
 
 Start: TypeAlias = Callable[[], Steps[Body]]
@@ -145,4 +145,10 @@ class PublishCard(Struct, frozen=True):
     """Writes and announces how the replica stands, from any thread."""
 
 
-Action: TypeAlias = Reply | Submit | Perform | PublishCard
+class TellFailure(Struct, frozen=True):
+    """Logs and counts a commit that failed, once, however often its answer is asked for."""
+
+    error: ErrorInfo
+
+
+Action: TypeAlias = Reply | Submit | Perform | PublishCard | TellFailure

@@ -35,6 +35,7 @@ from inference_plugin.engines.events import (
     Reply,
     Start,
     Submit,
+    TellFailure,
     Turn,
     VersionLost,
 )
@@ -292,6 +293,8 @@ class ReplicaMachine:
                 queue.remove(command)
         if command.asker is not None:
             self._reply(command.asker, body)
+        if isinstance(command.body, Commit) and isinstance(body, Failed):
+            self._actions.append(TellFailure(body.error))
 
     def _reply(self, asker: Any, body: Body) -> None:
         self._actions.append(Reply(asker, body))

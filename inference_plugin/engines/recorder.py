@@ -69,7 +69,7 @@ class CommitRecorder:
         self._put(partial(self._forget_versions, groups))
 
     def tell_failure(self, error: ErrorInfo) -> None:
-        """Any thread; returns at once. `error` is of the phase "commit"."""
+        """Any thread; returns at once. `error` is that of a commit, or of a rank during one."""
         self._put(partial(self._count_failure, error))
 
     def close(self) -> None:

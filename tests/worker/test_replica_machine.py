@@ -32,6 +32,7 @@ from inference_plugin.engines.events import (
     PublishCard,
     Reply,
     Submit,
+    TellFailure,
     Tick,
     Turn,
 )
@@ -68,6 +69,7 @@ class Simulated:
         self.waiting: Perform | None = None
         self.performed: list[EngineAction] = []
         self.answered: dict[str, Body] = {}
+        self.told: list[ErrorInfo] = []
         self.published = 0
 
     def on(self, event: Event) -> None:
@@ -82,6 +84,8 @@ class Simulated:
                     self.due.append(action.command)
                 elif isinstance(action, PublishCard):
                     self.published += 1
+                elif isinstance(action, TellFailure):
+                    self.told.append(action.error)
                 else:
                     following = self._perform(action)
 
@@ -231,6 +235,25 @@ def test_a_commit_that_did_not_tear_is_tried_again_also_where_its_group_was_torn
     one.ask("b again", again)
     one.boundary()
     assert isinstance(one.answered["b again"], Committed) and one.machine.standing.refusal is None
+
+
+def test_a_commit_that_fails_is_told_once_whatever_phase_its_error_names_and_a_failed_pause_is_not() -> None:
+    def losing(action: EngineAction) -> Any:
+        if isinstance(action, Finish):
+            raise PeerLost("rank 1 is gone", phase="install", rank=1)
+        return agreeing(action)
+
+    one = Simulated(losing)
+    for asker in ("a", "a again"):
+        one.ask(asker, COMMIT)
+        one.boundary()
+    assert (error_of(one.answered["a"]).kind, error_of(one.answered["a"]).phase) == ("PeerLost", "install")
+    assert one.told == [error_of(one.answered["a"])] == [error_of(one.answered["a again"])]
+    one.ask("late", Commit("critic", "t", 1, timeout_s=10))
+    one.ask("pause", Pause(Sender("s", 1, HERE), 600, timeout_s=10))
+    one.at(10)
+    assert error_of(one.answered["pause"]).kind == "SyncTimeout"
+    assert one.told[1:] == [error_of(one.answered["late"])]
 
 
 def test_commits_and_pauses_take_turns_in_order_and_a_repeated_request_answers_who_asked_last() -> None:
