@@ -22,6 +22,7 @@ PRELOADED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",  # all models of SGLang
+    "sglang.srt.dllm.algorithm.base",
     *(f"inference_plugin.engines.sglang.{module}" for module in ("hooks", "api", "lora")),
     "tests.support.poison",
 )

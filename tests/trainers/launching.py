@@ -26,6 +26,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.testing",
     "transformers.models.qwen3.modeling_qwen3",
+    "peft",
     "trainer_adapters.manager",
 )
 ENVIRONMENT = {
