@@ -16,7 +16,6 @@ rank 0 brings up replicas that join or fell behind: `trainer_adapters.update.cat
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
     from trainer_adapters.sources.chosen import Sendable
 
 __all__ = ["SyncManager"]
-
-logger = logging.getLogger(__name__)
 
 
 class SyncManager:
