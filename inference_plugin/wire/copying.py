@@ -16,7 +16,6 @@ from inference_plugin.wire.digest import Digest, digest_bytes
 __all__ = [
     "COPY",
     "copy_groups_and_digest",
-    "copy_joined_and_digest",
     "copy_rows",
     "copy_rows_and_digest",
     "copy_table",
@@ -156,18 +155,13 @@ def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]
     return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
 
 
-def copy_joined_and_digest(target: Any, start: int, places: bytes) -> int:
-    """Copies the memory at `places` (`places_at`), one after the other, to `target[start:]`; returns the `digest_bytes` of all
-    of it.
-
-    One pass over memory, around the cache, where the digest can be made in registers. Releases the GIL. Raises ValueError, and
-    writes nothing, if the bytes don't lie within `target`. The caller keeps the memory at `places` alive.
-    """
-    return copy_groups_and_digest([(target, start, places)])[0]
-
-
 def copy_groups_and_digest(groups: list[tuple[Any, int, bytes]]) -> list[int]:
-    """`copy_joined_and_digest` of each (target, start, places), in one call."""
+    """For each group (target, start, places) copies the memory at `places` (`places_at`), one after the other, to
+    `target[start:]`; returns the `digest_bytes` of all of it.
+
+    One pass over memory, around the cache, where the digest can be made in registers. Releases the GIL. Raises ValueError if
+    the bytes of a group don't lie within its target. The caller keeps the memory at `places` alive.
+    """
     if _copy_groups is None:
         return [_copy_joined_by_turns(*group) for group in groups]
     digests = _copy_groups(groups)
