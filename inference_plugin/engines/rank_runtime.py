@@ -91,11 +91,11 @@ class RankRuntime:
             pp_rank=self.identity.pp_rank,
             pid=os.getpid(),
             start_ticks=start_ticks(),
+            boot_id=addresses.boot_id(),
             address=self._server.address,
             device=str(self.model.device),
             free_bytes=self.model.free_bytes(),
             groups=self._table.statuses(),
-            boot_id=addresses.boot_id(),
         )
 
     def unsure(self) -> str:

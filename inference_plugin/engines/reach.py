@@ -26,7 +26,7 @@ HINT = (
 def check_reached(workers: Sequence[WorkerCard]) -> None:
     """Raises `EngineUnsupported` if a worker of another host, or of another pid namespace, does not answer at its address. A
     trainer would find out only in its first update."""
-    away = [worker for worker in workers if worker.boot_id not in ("", addresses.boot_id())]
+    away = [worker for worker in workers if worker.boot_id != addresses.boot_id()]
     for worker in away:
         if why := _stays_there(worker):
             raise _unreached(worker, f"listens at {worker.address}, {why}")

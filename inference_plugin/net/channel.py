@@ -234,12 +234,12 @@ class Channel(Closing):
 
 def coordinator_channel(card: ReplicaCard, silence_s: float | None = None) -> Channel:
     """A channel to a replica's coordinator, for the calling thread."""
-    return _member(card, card, card.boot_id, side="coordinator", silence_s=silence_s)
+    return _member(card, card, side="coordinator", silence_s=silence_s)
 
 
 def worker_channel(card: ReplicaCard, worker: WorkerCard, silence_s: float | None = None) -> Channel:
     """A channel to one of a replica's workers, for the calling thread."""
-    return _member(card, worker, card.host_of(worker), side="worker", rank=worker.rank, silence_s=silence_s)
+    return _member(card, worker, side="worker", rank=worker.rank, silence_s=silence_s)
 
 
 def bytes_channel(worker: Target | Hop, side: str, silence_s: float) -> Channel:
@@ -284,8 +284,8 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _member(card: ReplicaCard, peer: ReplicaCard | WorkerCard, boot_id: str, **named: Any) -> Channel:
-    named |= {"pid": peer.pid, "start_ticks": peer.start_ticks, "peer_boot_id": boot_id, "replica": card.replica}
+def _member(card: ReplicaCard, peer: ReplicaCard | WorkerCard, **named: Any) -> Channel:
+    named |= {"pid": peer.pid, "start_ticks": peer.start_ticks, "peer_boot_id": peer.boot_id, "replica": card.replica}
     return Channel(peer.address, **named)
 
 

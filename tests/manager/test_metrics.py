@@ -191,7 +191,8 @@ def test_each_server_of_ranks_that_share_experts_has_their_replica_and_no_neighb
     cases = ((core.pid, 1, 2, 200, "1"), (worker, 2, 4, 200, "1"), (worker, 1, 2, 200, "0"), (core.pid, 1, 1, 503, "0"))
     for pid, tp, ranks, ours, neighbours in cases:
         replica = addresses.new_replica_id("vllm")
-        fields = {"tp_rank": 0, "pp_rank": 0, "address": "ipc:///w", "device": "cpu", "free_bytes": 0}
+        here = addresses.boot_id()
+        fields = {"tp_rank": 0, "pp_rank": 0, "boot_id": here, "address": "ipc:///w", "device": "cpu", "free_bytes": 0}
         of_others = [WorkerCard(replica=replica, rank=rank, pid=1, **fields) for rank in range(ranks - 1)]
         workers = (*of_others, WorkerCard(replica=replica, rank=ranks - 1, pid=pid, **fields))
         told = {"engine": "vllm", "engine_version": "0", "model": "m", "tp": tp, "parent_pid": 1}

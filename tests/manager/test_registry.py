@@ -32,7 +32,7 @@ from trainer_adapters.fleet.registry import Registry
 
 
 def card(replica: str = "plain-1-abc", **fields: object) -> ReplicaCard:
-    worker = WorkerCard(replica, 0, 0, 0, 1, "tcp://192.0.2.1:2", "cpu", 0)
+    worker = WorkerCard(replica, 0, 0, 0, 1, "elsewhere", "tcp://192.0.2.1:2", "cpu", 0)
     known = {"engine": "plain", "engine_version": "0", "model": "m", "job": "default", "pid": 1, "boot_id": "elsewhere"}
     return ReplicaCard(replica=replica, address="tcp://192.0.2.1:1", workers=(worker,), **(known | fields))  # type: ignore[arg-type]
 

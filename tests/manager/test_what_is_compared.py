@@ -67,7 +67,9 @@ def test_a_tensor_of_which_no_rank_reads_a_part_back_is_not_equal(directory: Pat
 
     replica_id = addresses.new_replica_id("plain")
     nowhere = addresses.ipc_address(replica_id, "x")  # no worker is asked: the coordinator reads back
-    cards = [WorkerCard(replica_id, rank, rank, 0, os.getpid(), nowhere, "cpu", 0) for rank in range(2)]
+    cards = [
+        WorkerCard(replica_id, rank, rank, 0, os.getpid(), addresses.boot_id(), nowhere, "cpu", 0) for rank in range(2)
+    ]
     coordinator = open_coordinator(
         Control(answers), replica_id, cards, engine="plain", engine_version="0", model="m", tp=2
     )

@@ -280,8 +280,9 @@ class SimulatedWorker:
 
     def card(self) -> WorkerCard:
         return WorkerCard(
-            self.replica.name, self.rank, self.rank, 0, self.process.pid, self.address, "cpu", 0, start_ticks=STARTED
-        )
+            self.replica.name, self.rank, self.rank, 0, self.process.pid, HOST, self.address, "cpu", 0,
+            start_ticks=STARTED,
+        )  # fmt: skip
 
     def statuses(self) -> tuple[GroupStatus, ...]:
         return self.machine.statuses()

@@ -147,7 +147,9 @@ class Worker:
         return self.installers["policy"]
 
     def card(self) -> WorkerCard:
-        return WorkerCard("replica", 0, 0, 0, os.getpid(), self.address, "cpu", 0, groups=self.table.statuses())
+        return WorkerCard(
+            "replica", 0, 0, 0, os.getpid(), addresses.boot_id(), self.address, "cpu", 0, groups=self.table.statuses()
+        )
 
     def status(self, group: str = "policy") -> GroupStatus:
         return next(status for status in self.table.statuses() if status.group == group)

@@ -88,7 +88,7 @@ class Control(EngineControl):
 
 def coordinator_of(control: Control, workers: int) -> ReplicaCoordinator:
     replica = addresses.new_replica_id("plain")
-    cards = [WorkerCard(replica, rank, rank, 0, 1, "", "cpu", 0) for rank in range(workers)]
+    cards = [WorkerCard(replica, rank, rank, 0, 1, addresses.boot_id(), "", "cpu", 0) for rank in range(workers)]
     return open_coordinator(control, replica, cards, engine="plain", engine_version="0", model="m", tp=workers)
 
 

@@ -45,7 +45,7 @@ HERE = addresses.boot_id()
 
 def card(replica: str = "plain-1-ab") -> ReplicaCard:
     status = GroupStatus("policy", "idle", 3, "t", "shm", "copy", "plan", "d", "", False)
-    worker = WorkerCard(replica, 0, 0, 0, 1, "ipc:///nowhere", "cpu", 1, (status,))
+    worker = WorkerCard(replica, 0, 0, 0, 1, HERE, "ipc:///nowhere", "cpu", 1, (status,))
     return ReplicaCard(replica, "plain", "0", "m", addresses.job_name(), 1, HERE, "ipc:///nowhere", (worker,))
 
 

@@ -29,6 +29,7 @@ from inference_plugin.engines.vllm.core import CoreCommand
 from inference_plugin.engines.vllm.core_start import start
 from inference_plugin.engines.vllm.core_turns import FollowingCore, LeadingCore, connect
 from inference_plugin.engines.vllm.shared_core import SharedCore
+from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
 from inference_plugin.wire.messages import InFlight, WorkerCard
@@ -490,7 +491,7 @@ class Starting(DPEngineCoreProc):
         if method != "weightwire_start":
             return [True]
         (replica,) = args
-        card = WorkerCard(replica, self.dp_rank, 0, 0, 1, "ipc:///nowhere", "cpu", 0)
+        card = WorkerCard(replica, self.dp_rank, 0, 0, 1, addresses.boot_id(), "ipc:///nowhere", "cpu", 0)
         failed = None if self.starts else EngineUnsupported("no second model").info()
         return [msgspec.msgpack.encode(RankReply("start", self.dp_rank, card=card, error=failed))]
 

@@ -74,7 +74,7 @@ class ReplicaSession:
         """Takes new terms; None if the group has to be opened again."""
         self.agreed = agreed
         opened = zip(self.card.workers, agreed.opened, strict=True) if agreed is not None else ()
-        self.to_take = sum(each.takes_bytes for worker, each in opened if self._is_here(worker))
+        self.to_take = sum(each.takes_bytes for worker, each in opened if _is_here(worker))
 
     def lacks_memory(self, nbytes: int) -> bool:
         """Whether the replica stands still and one of its hosts has less free memory than a segment, or a second set, of `nbytes`
@@ -82,12 +82,9 @@ class ReplicaSession:
         needs none."""
         if self.card.state not in ("paused", "asleep"):
             return False
-        here = [free_host_bytes()] if any(map(self._is_here, self.card.workers)) else []
+        here = [free_host_bytes()] if any(map(_is_here, self.card.workers)) else []
         said = [worker.free_bytes for worker in self.card.workers if worker.device == "cpu"]
         return min([*here, *said], default=nbytes) < nbytes
-
-    def _is_here(self, worker: WorkerCard) -> bool:
-        return self.card.host_of(worker) == addresses.boot_id()
 
     @property
     def messages(self) -> int:
@@ -114,7 +111,7 @@ class ReplicaSession:
             return ()
         card, landings = self.card, landings or [b""] * len(self.card.workers)
         return tuple(
-            Target(card.replica, w.rank, w.address, w.pid, card.host_of(w), terms.needs, w.start_ticks, landing)
+            Target(card.replica, w.rank, w.address, w.pid, w.boot_id, terms.needs, w.start_ticks, landing)
             for w, terms, landing in zip(card.workers, self.agreed.opened, landings, strict=True)
         )
 
@@ -129,3 +126,7 @@ class ReplicaSession:
         self.coordinator.close()
         for channel in self.workers:
             channel.close()
+
+
+def _is_here(worker: WorkerCard) -> bool:
+    return worker.boot_id == addresses.boot_id()

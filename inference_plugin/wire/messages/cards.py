@@ -48,26 +48,26 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
     """One engine process that holds a model shard. Ranks are within the replica. `boot_id`: of the worker's host, which may be
-    another one than its coordinator's; "" from an older release."""
+    another one than its coordinator's, and where alone its pid means its process."""
 
     replica: ReplicaId
     rank: RankNumber
     tp_rank: RankNumber
     pp_rank: RankNumber
     pid: Pid
+    boot_id: Word
     address: Address
     device: Word
     free_bytes: Count
     groups: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=1024)] = ()
     protocol: ProtocolNumber = PROTOCOL_VERSION
     start_ticks: StartTicks = 0
-    boot_id: Word = ""
 
 
 class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     """One engine instance; its coordinator writes this as a file into the runtime directory. `lacks`: what users of this
-    version of the engine miss, in words. `dtype`: in which the engine computes, such as "bfloat16"; "" from an older release.
-    `unknown`: by group, who wrote the weights since its last update, so that their version is unknown."""
+    version of the engine miss, in words. `dtype`: in which the engine computes, such as "bfloat16"; "" where it does not
+    say. `unknown`: by group, who wrote the weights since its last update, so that their version is unknown."""
 
     replica: ReplicaId
     engine: Word
@@ -90,10 +90,6 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
     dtype: Word = ""
     unknown: Annotated[dict[Word, Text], msgspec.Meta(max_length=1024)] = {}
-
-    def host_of(self, worker: WorkerCard) -> str:
-        """The boot id of the host that a worker of this replica runs on: only there does its pid mean its process."""
-        return worker.boot_id or self.boot_id
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
