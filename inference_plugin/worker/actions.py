@@ -127,7 +127,7 @@ Work = (
 
 
 class Terms(Struct, frozen=True):
-    """Result of `AgreeOnTerms`. `opened`: the answer to `OpenGroup`, without the version; `claims`: the parameters that an update
+    """Result of `AgreeOnTerms`. `opened`: the answer to `OpenGroup`; `claims`: the parameters that an update
     writes; `whole`: such an update is one of the whole model."""
 
     opened: GroupOpened

@@ -106,7 +106,6 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         transaction.version,
         event.install_s,
         releases_segment=not event.keeps,
-        partial=group.partial,
         torn=group.shared.torn.groups,
         unknown=tuple(group.shared.unknown()),
         checked_bytes=transaction.sealed.checked_bytes,

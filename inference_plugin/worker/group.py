@@ -20,8 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from inference_plugin.wire.errors import (
     ProtocolError,
     SyncTimeout,
@@ -385,7 +383,7 @@ class WeightUpdateGroup:
     def reply_opened(self, asker: Any) -> None:
         """Answers an `OpenGroup` by the terms in force."""
         assert self.terms is not None
-        self.reply(asker, msgspec.structs.replace(self.terms.opened, version=self.version))
+        self.reply(asker, self.terms.opened)
 
     def answer(self, asker: Any, body: Any, error: WeightwireError | None) -> None:
         if error is not None:

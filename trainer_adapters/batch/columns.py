@@ -84,11 +84,6 @@ class Column:
         return self._rows.index
 
     @property
-    def parts(self) -> Iterable[LocalPart | Entry]:
-        """Its parts in memory, or else its entries."""
-        return self._rows
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its rows in memory (plain values not counted), or bytes that a fetch brings here."""
         if self.data is None:

@@ -111,9 +111,7 @@ class StoreService(Service):
     def _clear(self, request: ClearTasks) -> TasksCleared:
         key = (request.session, request.number)
         if (answer := self._cleared.get(key)) is None:
-            asked = tuple(dict.fromkeys(request.task_ids))
-            unknown = tuple(self._store.drop(asked))
-            answer = TasksCleared(len(asked) - len(unknown), unknown)
+            answer = TasksCleared(tuple(self._store.drop(dict.fromkeys(request.task_ids))))
             self._cleared[key] = answer
             while len(self._cleared) > CLEARS_REMEMBERED:
                 self._cleared.popitem(last=False)

@@ -119,5 +119,4 @@ class ClearTasks(msgspec.Struct, frozen=True, tag="clear_tasks"):
 class TasksCleared(msgspec.Struct, frozen=True, tag="tasks_cleared"):
     """Answer to `ClearTasks`. `unknown`: ids of which the owner held nothing."""
 
-    cleared: Count
     unknown: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TASKS)] = ()

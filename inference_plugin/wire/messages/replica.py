@@ -44,7 +44,6 @@ class RankCommit(msgspec.Struct, frozen=True):
     version: int
     install_s: float
     releases_segment: bool
-    partial: bool = False
     torn: tuple[str, ...] = ()
     checked_bytes: int = 0
     unknown: tuple[str, ...] = ()

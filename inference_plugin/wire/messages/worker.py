@@ -71,7 +71,6 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
     mechanism: Literal["plan", "loader"]
     install: Literal["copy", "standby", "streaming"]
     why: Text = ""
-    version: Version | None = None
     written: Count = 0
     derived: Count = 0
     untouched: Count = 0
