@@ -68,7 +68,7 @@ class Unpacking:
             packed = self._packed(module, key, paths, shift, bits)
             if packed is None or [(t.shape, t.dtype) for t in packed] != [(t.shape, t.dtype) for t in live]:
                 return None
-            found |= _numbers(_flat(packed).to(found.device), bits) << shift
+            found |= _numbers(_flat(packed).to(found.device)) << shift
         places = found.nonzero().flatten()
         order = torch.full((count,), -1, dtype=torch.int32 if size < 1 << 31 else torch.int64, device=found.device)
         if len(places) != count or int(found.max()) > count:
@@ -114,7 +114,7 @@ def _set_numbers(flat: torch.Tensor, numbers: torch.Tensor) -> None:
         parts[:, i] = (numbers >> BYTE_BITS * i & NOISE_BOUND - 1).to(torch.uint8)
 
 
-def _numbers(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _numbers(packed: torch.Tensor) -> torch.Tensor:
     """What `_set_numbers` wrote."""
     flat = packed.reshape(-1).contiguous()
     parts = bytes_view(flat).view(flat.numel(), flat.element_size())
