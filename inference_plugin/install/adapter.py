@@ -103,7 +103,7 @@ class AdapterInstaller:
         for box in self._needs:
             tensor = box_view(segment, self._manifest, box).clone()
             self._next[self._manifest.tensors[box.tensor].name] = tensor
-            throttle(tensor.nbytes)
+            throttle()
             nbytes += tensor.nbytes
         return nbytes
 

@@ -42,8 +42,8 @@ class InstallTerms:
     """Host memory beside the live weights that updates will take and that is not held yet."""
 
 
-Throttle = Callable[[int], None]
-"""Background work calls this between its steps with the bytes done; it slows the caller down, or raises to cancel the work."""
+Throttle = Callable[[], None]
+"""Background work calls this between its steps; it slows the caller down, or raises to cancel the work."""
 
 
 class EngineModel(Protocol):

@@ -51,7 +51,7 @@ class PartLoaderInstaller(_FilledByLoader):
                 loaded = self._load_part(part, sources)
                 for key in plain:
                     storages[key].copy_(loaded[key])
-                throttle(sum(t.nbytes for t in loaded.values()))
+                throttle()
         return storages, self._fill_rest(storages, sources, throttle)
 
     def _memory_of(self, module: str, sources: Tensors, throttle: Throttle) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ class LoaderInstaller(_FilledByLoader):
 
     def _make_at_commit(self, segment: torch.Tensor, storages: Tensors) -> list[RebuiltModule]:
         kept = {key: tensor for memory in self._reducing.values() for key, tensor in memory.items()}
-        return list(self._rebuild(self._layout.reducing, kept, storages, lambda _: None))
+        return list(self._rebuild(self._layout.reducing, kept, storages, lambda: None))
 
     def discard(self) -> None:
         self._reducing = {}

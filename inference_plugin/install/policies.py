@@ -188,11 +188,10 @@ class PolicyInstaller(abc.ABC):
         return_memory = ReturningMemory(RETURN_BYTES)
         for name in names:
             memory = self._memory_of(name, sources, throttle)
-            nbytes = sum(t.nbytes for t in memory.values())
             yield self._layout.rebuild(name, {**storages, **memory}, self._way_back.shares)
             del memory
             return_memory()
-            throttle(nbytes)
+            throttle()
 
     def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:
         """Notes what this rank sends to the others for the modules that are rebuilt at the commit. `plain`: returns, by module,
@@ -201,7 +200,7 @@ class PolicyInstaller(abc.ABC):
         for name in self._layout.reducing:
             memory = self._memory_of(name, sources, throttle)
             self._operands[name] = self._layout.operands(name, {**plain(name), **memory})
-            throttle(sum(t.nbytes for t in memory.values()))
+            throttle()
 
     def _memory_of(self, module: str, sources: Tensors, throttle: Throttle) -> dict[str, torch.Tensor]:
         """The storages that exist only for rebuilding a module, filled."""
@@ -253,7 +252,7 @@ class CopyInstaller(PolicyInstaller):
 
     def _write(self, replay: Replay, segment: torch.Tensor, live: Tensors) -> None:
         replay.run()
-        for module in self._rebuild(self._layout.rebuilt, self._sources(segment), live, lambda _: None):
+        for module in self._rebuild(self._layout.rebuilt, self._sources(segment), live, lambda: None):
             self._layout.move_in(module)
         self._layout.reset_references()
 
@@ -309,7 +308,7 @@ class StandbyInstaller(PolicyInstaller):
 
     def _make_at_commit(self, segment: torch.Tensor, storages: Tensors) -> list[RebuiltModule]:
         """The modules whose post-processing reduces over the ranks."""
-        return list(self._rebuild(self._layout.reducing, self._sources(segment), storages, lambda _: None))
+        return list(self._rebuild(self._layout.reducing, self._sources(segment), storages, lambda: None))
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
         """A storage for each plain storage that the group writes: those that were swapped out last, or new ones, which start as

@@ -73,33 +73,30 @@ class Replay:
             k: t.data_ptr() for k, t in destinations.items()
         }
 
-    def run(self, *, between: Callable[[int], None] | None = None) -> None:
-        """Writes everything. Calls `between(bytes_done)` between steps of about `STEP_BYTES`; without `between`, all cores of
-        this process write CPU memory at once, and a device's memory is written in copies as large as they come.
+    def run(self, *, between: Callable[[], None] | None = None) -> None:
+        """Writes everything. Calls `between` between steps of about `STEP_BYTES`; without it, all cores of this process write CPU
+        memory at once, and a device's memory is written in copies as large as they come.
 
         Copies into a device's memory are only queued; the caller waits for them.
         """
-        done = 0
         with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
             for view, value in self._fills:
                 view.fill_(value)
-                done += view.nbytes
-            for index, (copy, nbytes) in enumerate(self._work(between is not None)):
+            for index, copy in enumerate(self._work(between is not None)):
                 if between is not None and index:
-                    between(done)
+                    between()
                 copy()
-                done += nbytes
 
-    def _work(self, in_steps: bool) -> Iterator[tuple[Callable[[], object], int]]:
-        """Functions that make the copies, and how many bytes each copies."""
+    def _work(self, in_steps: bool) -> Iterator[Callable[[], object]]:
+        """Functions that make the copies."""
         if self._rows is not None:
             for part in self._rows.steps(STEP_BYTES) if in_steps else [self._rows]:
-                yield part.copy, part.nbytes
+                yield part.copy
             return
         steps = self._steps_of(self._limit_bytes(in_steps))
         copy = self._copying(steps)
         for step in steps:
-            yield partial(copy, step), step.nbytes
+            yield partial(copy, step)
 
     def ready(self) -> Replay:
         """Prepares `run()`, so that a commit only copies, or queues copies. Returns itself."""

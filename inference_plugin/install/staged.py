@@ -47,7 +47,7 @@ class StagedInstaller(CopyInstaller):
         if self._staged is None:
             raise CommitFailed("nothing was prepared for this transaction", phase="commit")
         (replay, modules), self._staged = self._staged, None
-        at_commit = self._rebuild(self._layout.reducing, self._sources(segment), self._memory, lambda _: None)
+        at_commit = self._rebuild(self._layout.reducing, self._sources(segment), self._memory, lambda: None)
         self._way_back.touched = True
         replay.run()
         for module in (*modules, *at_commit):

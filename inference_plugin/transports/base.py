@@ -159,12 +159,10 @@ class Staging(abc.ABC):
     def settle(self) -> None:  # noqa: B027
         """After the commit, and before a `close` that follows it: no more buckets come, and nobody is waited for."""
 
-    def check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
-    ) -> int:
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         """Compares pieces with their digests; returns the bytes read.
 
-        `between(nbytes)` is called after each pass over memory, on the thread that made it: it throttles, or raises to
+        `between` is called after each pass over memory, on the thread that made it: it throttles, or raises to
         cancel. Raises `DigestMismatch` naming the first piece that differs.
         """
         failed = threading.Event()
@@ -181,7 +179,7 @@ class Staging(abc.ABC):
                             box = listed[position].box
                             raise DigestMismatch(f"{manifest.describe(box)} is not what the trainer sent")
                     checked += one.nbytes
-                    between(one.nbytes)
+                    between()
             return checked
 
         listed = list(pieces)
@@ -196,7 +194,7 @@ class Staging(abc.ABC):
             return sum(pool.map(carried(check_some), parts))
 
     def start_check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1
     ) -> Callable[[], int]:
         """Begins `check`: a device reads on while this thread does something else. Call what it returns to end the check; that
         returns and raises what `check` does. Where no device reads, all of it is done here."""

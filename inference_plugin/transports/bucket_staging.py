@@ -134,9 +134,7 @@ class BucketStaging(Staging):
         if self._relay is not None:
             self._relay.settle()
 
-    def check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
-    ) -> int:
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         """Every needed piece arrived and was compared on arrival; nobody else can write the memory since then."""
         return check_received(manifest, self._received, pieces, between)
 
@@ -169,7 +167,7 @@ def checked_pieces(manifest: Manifest, pieces: Sequence[Piece], payload: memoryv
 
 
 def check_received(
-    manifest: Manifest, received: Mapping[Box, int], pieces: Iterable[Piece], between: Callable[[int], None]
+    manifest: Manifest, received: Mapping[Box, int], pieces: Iterable[Piece], between: Callable[[], None]
 ) -> int:
     """Compares the digests of what was `received` with those of the list that was sealed; returns the bytes. Raises
     `DigestMismatch` for what did not arrive, for what arrived and was not sealed, and for what differs."""
@@ -184,7 +182,7 @@ def check_received(
         if digest != piece.digest:
             raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sealed")
         checked += manifest.box_nbytes(piece.box)
-        between(0)
+        between()
     return checked
 
 

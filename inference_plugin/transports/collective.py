@@ -134,7 +134,7 @@ class CollectiveStaging(BucketStaging):
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
         while self._thread.is_alive():  # it ends by the groups' own time limit
             self._thread.join(CANCEL_S)
-            between(0)
+            between()
         if self._error is not None:
             raise self._error
         return super().check(manifest, pieces, between, threads)

@@ -136,13 +136,11 @@ class DeviceZoneStaging(ZoneStaging):
         self._spots = spots
         zone.unseal()
 
-    def check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
-    ) -> int:
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         return self.start_check(manifest, pieces, between, threads)()
 
     def start_check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1
     ) -> Callable[[], int]:
         self._seal()
         pieces = tuple(pieces)
@@ -153,7 +151,7 @@ class DeviceZoneStaging(ZoneStaging):
                 found.add([lying.view(self.segment) for lying in batch.lying])
             else:
                 found.add_runs([Runs(self.segment, batch.starts, batch.lengths)])
-            between(batch.nbytes)
+            between()
 
         def end() -> int:
             positions = [position for batch in spots for position in batch.pieces]

@@ -117,9 +117,7 @@ class StreamStaging(Staging):
                 self._offered, self._failed = None, failed
                 self._changed.notify_all()
 
-    def check(
-        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
-    ) -> int:
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         """Checks that exactly the needed pieces were placed. Each was compared with its digest before."""
         checked = check_received(manifest, self._received, pieces, between)
         with self._changed:

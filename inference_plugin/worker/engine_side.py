@@ -159,7 +159,7 @@ class EngineSide:
             return None
         previous = self.work.update(txn)
         if self.installer.needs_previous:
-            previous.staging.check(self.work.manifest, previous.wanted, lambda _: None, 1)
+            previous.staging.check(self.work.manifest, previous.wanted, lambda: None, 1)
         return previous.staging.segment
 
     def _tell_listeners(self, version: int, step: str) -> None:

@@ -40,7 +40,7 @@ class DecodingThrottle:
         self._of_thread = threading.local()
         self._of_thread.counted_s = worked_s()  # a thread that starts with the work has counted 0
 
-    def __call__(self, nbytes: int) -> None:
+    def __call__(self) -> None:
         worked_s = self._worked_s() - getattr(self._of_thread, "counted_s", 0.0)
         rest_s = worked_s * self._rest_factor if self._decoding() else 0.0
         if self._cancelled.wait(rest_s) if rest_s else self._cancelled.is_set():

@@ -58,7 +58,7 @@ class Preparing(KeepingInstaller):
         begun.append("prepare")
         while True:
             to.copy_(of)
-            brake(0)  # raises once the update is cancelled
+            brake()  # raises once the update is cancelled
 
 engine = TransformersEngine(sys.argv[1])
 answer = engine.generate([1, 2, 3], 100_000)

@@ -252,7 +252,7 @@ def test_an_installed_version_is_what_a_load_leaves_there_and_back(
     for seed in (1, 2, 0):
         segment = segment_of(checkpoint(seed), manifest)
         before = model.digests
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         assert model.digests == before
         installer.install(segment)
         assert model.digests == digests_expected(checkpoint(seed), tp)[rank]
@@ -298,7 +298,7 @@ def test_a_captured_graph_computes_with_the_new_weights() -> None:
             out = embed(live)
     for seed in (1, 2, 0):
         segment = segment_of(checkpoint(seed), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         graph.replay()  # a step that is only queued when the installation begins
         installer.install(segment)
         installer.finish()

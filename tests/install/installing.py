@@ -22,7 +22,7 @@ def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Te
 def update(installer: ModelInstaller, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """A whole update, confirmed; returns its segment."""
     segment = segment_of(tensors, manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.check_model()
     installer.install(segment)
     installer.finish()

@@ -184,7 +184,7 @@ def test_a_graph_that_was_captured_before_reads_each_update_and_the_way_back(how
         if how == "streaming":
             for i, spec in enumerate(manifest.tensors):
                 installer.place(manifest.whole(i), weights(seed)[spec.name])
-        installer.prepare(segments[seed], lambda _: None)
+        installer.prepare(segments[seed], lambda: None)
         installer.install(segments[seed])
         assert values(engine.graph) == values(held(engine)) == cold(seed)
 
@@ -205,7 +205,7 @@ def test_what_is_staged_for_the_next_update_is_in_no_object_that_computes(fixed:
     installer = installer_of(engine, "staged")
     for seed in (1, 2):
         segment = segment_of(weights(seed), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         if seed == 2:
             assert values(held(engine)) == cold(1)
             installer.discard()
@@ -248,7 +248,7 @@ def test_an_object_that_has_nothing_of_the_weights_stays_with_what_the_engine_pu
         if seed == 2:
             kernel.strides[0].fill_(-1)  # asleep, its memory was discarded
         segment = segment_of(weights(seed), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         installer.finish()
         layer: Any = engine.live.experts
@@ -268,7 +268,7 @@ def test_an_object_that_owns_something_is_replaced_as_a_whole_and_refused_where_
     installer = installer_of(engine, policy)
     for seed in (1, 2):
         segment = segment_of(weights(seed), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         installer.finish()
         gc.collect()

@@ -135,7 +135,7 @@ def opened(policy: str, reduce: Reduce = by_maximum) -> tuple[Engine, ModelInsta
 def told(seed: int, rank: int) -> bytes:
     """What the rank that has the weights of that seed tells the others."""
     _, installer = opened("standby")
-    installer.prepare(segment(seed), lambda _: None)
+    installer.prepare(segment(seed), lambda: None)
     share = msgspec.msgpack.decode(installer.share(), type=Share)
     assert share.rank == dist.get_rank() and share.operands["linear"][0].ranks == (0, 1)
     return msgspec.msgpack.encode(msgspec.structs.replace(share, rank=rank))
@@ -156,12 +156,12 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
 def test_a_maximum_is_that_of_all_ranks_and_the_way_back_has_its_own(policy: str) -> None:
     engine, installer = opened(policy)
     for seed, other in ((2, 12), (3, 13)):
-        installer.prepare(segment(seed), lambda _: None)
+        installer.prepare(segment(seed), lambda: None)
         installer.install(segment(seed), [installer.share(), told(other, rank=1)])
         assert same(engine.held(), expected(seed, other))
         installer.finish()
     before = engine.held()
-    installer.prepare(segment(2), lambda _: None)
+    installer.prepare(segment(2), lambda: None)
     installer.install(segment(2), [installer.share(), told(14, rank=1)])
     assert same(engine.held(), expected(2, 14))
     installer.undo(segment(3))
@@ -171,7 +171,7 @@ def test_a_maximum_is_that_of_all_ranks_and_the_way_back_has_its_own(policy: str
 @pytest.mark.parametrize("policy", ["copy", "standby"])
 def test_a_rank_that_told_nothing_or_other_things_fails_the_commit_and_the_old_version_comes_back(policy: str) -> None:
     engine, installer = opened(policy)
-    installer.prepare(segment(2), lambda _: None)
+    installer.prepare(segment(2), lambda: None)
     installer.install(segment(2), [installer.share(), told(12, rank=1)])
     installer.finish()
     before = engine.held()
@@ -179,7 +179,7 @@ def test_a_rank_that_told_nothing_or_other_things_fails_the_commit_and_the_old_v
         ((b"",), "reduces over 2 ranks, and 1 sent"),
         ((told(4, rank=0), told(12, rank=1)), "reduces other values"),
     ]:
-        installer.prepare(segment(3), lambda _: None)
+        installer.prepare(segment(3), lambda: None)
         own = () if len(shares) == 2 else (installer.share(),)
         with pytest.raises(CommitFailed, match=words):
             installer.install(segment(3), [*own, *shares])

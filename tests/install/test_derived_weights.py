@@ -147,7 +147,7 @@ def test_derived_weights_follow_every_update_and_the_way_back(policy: str, fixed
         before = update(installer, manifest, weights(seed))
         assert engine.live.computes_with() == cold(seed, removes)
     segment = segment_of(weights(2), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     assert engine.live.computes_with() == cold(2, removes)
     installer.undo(before if installer.needs_previous else None)
@@ -180,7 +180,7 @@ def test_beside_a_decoding_engine_modules_are_made_one_by_one_with_a_rest_after_
     installer.open(manifest, "standby", partial=False)
     segment = segment_of(weights(1), manifest)
     engine.noted.clear()
-    installer.prepare(segment, lambda _: engine.noted.append("rest"))
+    installer.prepare(segment, lambda: engine.noted.append("rest"))
     by_module = " ".join(engine.noted).split("rest")
     made = [names.split() for names in by_module if names.strip()]
     assert sorted(name for names in made for name in names) == sorted(engine.finishers())

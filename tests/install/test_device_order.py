@@ -105,15 +105,15 @@ def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
         Region("w", 0, (64, 40), (1, 64)), Region("p", 40 * 16, (64, 40), (40, 1)), torch.bfloat16, (40, 64)
     )
     monkeypatch.setattr(replay, "STEP_BYTES", step_bytes)
-    Replay(Copies([columns, turned]), {"w": origin}, {"p": flat}).run(between=lambda _: None)
+    Replay(Copies([columns, turned]), {"w": origin}, {"p": flat}).run(between=lambda: None)
     device.drain(NOWHERE)
     assert torch.equal(flat.held[: 40 * 16].view(40, 16), origin[:, 8:24])
     assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)
 
 
-@pytest.mark.parametrize("between", [None, lambda _: None], ids=["at once", "in steps"])
+@pytest.mark.parametrize("between", [None, lambda: None], ids=["at once", "in steps"])
 def test_many_copies_to_a_device_pass_through_the_page_locked_memory_of_one_step(
-    monkeypatch: pytest.MonkeyPatch, between: Callable[[int], None] | None
+    monkeypatch: pytest.MonkeyPatch, between: Callable[[], None] | None
 ) -> None:
     device, asked = LateDevice(), []
     made = device.host_memory
@@ -205,7 +205,7 @@ def test_a_step_that_was_queued_before_an_installation_reads_the_weights_of_befo
         installer.install(torch.empty(0, dtype=torch.uint8))
     else:
         segment = segment_of(checkpoint(1), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
     if ignored:
         device.ignores = frozenset()
@@ -227,7 +227,7 @@ def test_staged_bytes_are_copied_into_the_live_parameters_whose_addresses_stay(r
     for seed in (1, 2, 0, 3):
         segment = segment_of(checkpoint(seed), manifest)
         before = live_digests(model.live)
-        assert installer.prepare(segment, lambda _: None) >= sum(p.nbytes for p in model.live.parameters())
+        assert installer.prepare(segment, lambda: None) >= sum(p.nbytes for p in model.live.parameters())
         assert live_digests(model.live) == before
         segment.fill_(0xFF)  # the bytes are the device's by now
         installer.install(segment)
@@ -262,7 +262,7 @@ def test_copies_that_stay_bound_bring_every_version_across_and_end_with_the_seco
         segment = segments[update % 2]
         segment.copy_(segment_of(checkpoint(update), manifest))
         before = live_digests(model.live)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         assert live_digests(model.live) == digests_expected(checkpoint(update), 1, 2)[0]
         if update % 4 == 3:
@@ -289,7 +289,7 @@ def test_what_the_engine_makes_of_the_weights_is_made_before_the_stop_too(packs:
     installer = staged(model, weights(0), {})
     for seed in (1, 2, 0):
         segment = segment_of(weights(seed), manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         segment.fill_(0xFF)
         installer.install(segment)
         installer.finish()
@@ -310,7 +310,7 @@ def test_a_zone_is_copied_into_the_live_parameters_whose_addresses_stay(rank: in
         zone, previous = zones[len(versions) % 2], zones[(len(versions) + 1) % 2]
         fill(zone, layout, agreement.manifest, checkpoint(seed))
         before = live_digests(model.live)
-        installer.prepare(zone, lambda _: None)
+        installer.prepare(zone, lambda: None)
         assert live_digests(model.live) == before
         installer.install(zone)
         assert live_digests(model.live) == digests_expected(checkpoint(seed), tp, 2)[rank]

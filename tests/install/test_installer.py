@@ -41,7 +41,7 @@ class Case:
 
     def prepare(self, version: int) -> torch.Tensor:
         segment = segment_of(checkpoint(version), self.manifest)
-        self.installer.prepare(segment, lambda _: None)
+        self.installer.prepare(segment, lambda: None)
         return segment
 
     def update(self, version: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_memory_that_a_parameter_was_given_since_the_last_update_is_written_and_
     else:
         norm.weight.data = other
     segment.copy_(segment_of(checkpoint(2), case.manifest))
-    case.installer.prepare(segment, lambda _: None)
+    case.installer.prepare(segment, lambda: None)
     case.installer.install(segment)
     case.installer.finish()
     assert case.serves(2)
@@ -290,7 +290,7 @@ def test_two_groups_of_one_model_write_their_own_parameters_only() -> None:
         installer.open(manifest, "standby", partial=True)
         claims.append(installer.claims)
         segment = segment_of(newer, manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         installer.finish()
         mixed |= own
@@ -309,7 +309,7 @@ def test_what_was_prepared_before_another_group_was_installed_brings_none_of_its
         installer = ModelInstaller(model)
         installer.open(manifest, policy, partial=True)
         prepared.append((installer, segment_of(newer, manifest)))
-        installer.prepare(prepared[-1][1], lambda _: None)
+        installer.prepare(prepared[-1][1], lambda: None)
     for installer, segment in prepared:
         installer.install(segment)
         installer.finish()
@@ -365,7 +365,7 @@ class ZonedCase(Case):
             part = tensor[tuple(slice(o, o + n) for o, n in zip(place.box.offsets, place.box.sizes, strict=True))]
             for landing in self.terms.zone.landings(self.manifest, place.box):
                 landing.view(zone, tensor.dtype).copy_(part)
-        self.installer.prepare(zone, lambda _: None)
+        self.installer.prepare(zone, lambda: None)
         return zone
 
 
@@ -408,7 +408,7 @@ def test_padding_is_filled_in_a_zone_as_the_loader_fills_it() -> None:
     terms = installer.open(manifest_of(narrow, TIED), "standby", partial=False, zone=True)
     assert terms.zone is not None
     zone = torch.full((terms.zone.nbytes,), 0xFF, dtype=torch.uint8)
-    installer.prepare(zone, lambda _: None)
+    installer.prepare(zone, lambda: None)
     installer.install(zone)
     assert norm.data[-3:].tolist() == [0, 0, 0] and torch.isnan(norm.data[:-3]).all()
 
@@ -455,7 +455,7 @@ class Cramped(PlainEngineModel):
 def take(installer: ModelInstaller, manifest: Manifest, version: int) -> None:
     """A whole update."""
     segment = segment_of(checkpoint(version), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     installer.finish()
 
@@ -569,10 +569,10 @@ def test_memory_that_went_after_the_terms_were_agreed_refuses_the_update_before_
     segment = segment_of(tensors, manifest)
     model.left_bytes = 1000
     with pytest.raises(EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free"):
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
     installer.discard()
     model.left_bytes = 1 << 30
-    assert installer.prepare(segment, lambda _: None) > 0, "the next update finds nothing in its way"
+    assert installer.prepare(segment, lambda: None) > 0, "the next update finds nothing in its way"
 
 
 def test_what_is_read_back_is_what_was_sent() -> None:
@@ -632,7 +632,7 @@ def test_a_proof_is_not_used_again_once_another_group_has_written_what_it_leaves
     with pytest.raises(TransportUnavailable):
         model.installer("policy").open(manifest, "standby", partial=False, zone=True)
     segment = segment_of(scale, part)
-    another.prepare(segment, lambda _: None)
+    another.prepare(segment, lambda: None)
     another.install(segment)
     another.finish()
     with pytest.raises(ManifestMismatch, match="scale"):

@@ -83,7 +83,7 @@ def test_what_the_engine_passes_over_in_its_own_checkpoint_is_named_and_changes_
     installer.open(manifest, "standby", partial=False)
     for version in (1, 2, 0):
         segment = segment_of(checkpoint(version) | POOLER, manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         installer.finish()
         assert live_digests(model.live) == digests_expected(checkpoint(version))[0]
@@ -162,7 +162,7 @@ def test_a_parameter_that_the_engines_own_checkpoint_does_not_fill_stays_as_it_i
     assert terms.untouched == ("positions",)
     assert terms.why.endswith("no checkpoint fills these, so they stay as the engine made them: positions (1 in all)")
     segment = segment_of(checkpoint(1), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     installer.finish()
     assert model.live.get_parameter("positions").tolist() == [0, 1, 2, 3, 4, 5]
@@ -178,7 +178,7 @@ def test_a_parameter_that_an_earlier_update_wrote_must_be_sent_again() -> None:
         manifest = manifest_of(tensors, TIED)
         installer.open(manifest, "standby", partial=False)
         segment = segment_of(tensors, manifest)
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         installer.install(segment)
         installer.finish()
         for which in (installer, ModelInstaller(model)):

@@ -234,7 +234,7 @@ def test_what_an_engine_folds_into_a_buffer_once_is_folded_anew_after_each_commi
     before = update(installer, manifest, weights(1))
     assert engine.live.mask is mask and mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
     segment = segment_of(weights(2), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     assert mask.tolist() == (weights(2)["embed"][0] * 2).tolist()
     installer.undo(before if policy == "copy" else None)
@@ -276,7 +276,7 @@ def test_the_way_back_restores_it_too(policy: str) -> None:
     installer.open(manifest, policy, partial=False)
     before = update(installer, manifest, weights(1))
     segment = segment_of(weights(2), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     assert engine.state() == cold(2)
     installer.undo(before if policy == "copy" else None)
@@ -462,11 +462,11 @@ def test_what_the_engine_derives_after_the_group_was_opened_is_followed_or_refus
     live.attention.layer, live.attention.weight = live.packed, live.embed  # other names
     update(installer, manifest, weights(1))
     segment = segment_of(weights(2), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.check_model()
     keep(live)
     for _ in range(2):
-        installer.prepare(segment, lambda _: None)
+        installer.prepare(segment, lambda: None)
         with pytest.raises(EngineUnsupported, match=LATER[keep]):
             installer.check_model()
     assert engine.state() == cold(1)
@@ -480,7 +480,7 @@ def test_what_a_step_makes_and_drops_refuses_no_update() -> None:
     installer.open(manifest, "standby", partial=False)
     live.positions.hidden = torch.ones(SIZE)
     segment = segment_of(weights(1), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     del live.positions.hidden
     installer.check_model()
     installer.install(segment)
@@ -504,7 +504,7 @@ def test_a_look_that_a_step_disturbs_is_made_again_at_the_boundary() -> None:
 
     live.positions.steps = [Disturbing()]
     segment = segment_of(weights(1), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     live.positions.steps = [torch.ones(SIZE)]
     with pytest.raises(EngineUnsupported, match=r"positions\.steps\.0"):
         installer.check_model()

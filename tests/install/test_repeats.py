@@ -88,7 +88,7 @@ def test_tensors_that_share_a_place_are_installed_where_they_are_equal_and_refus
         update(installer, manifest, weights(seed))
         assert state(engine.live) == cold(seed)
     with pytest.raises(ManifestMismatch, match=r"in one place differ: gate\.scale and up\.scale") as raised:
-        installer.prepare(segment_of(weights(1, apart=1e-3), manifest), lambda _: None)
+        installer.prepare(segment_of(weights(1, apart=1e-3), manifest), lambda: None)
     assert raised.value.hint and state(engine.live) == cold(0)
     unreadable = {found[0] for found in installer.read_back() if isinstance(found, tuple)}
     read = {found.name for found in installer.read_back() if isinstance(found, BoxDigest)}

@@ -69,7 +69,7 @@ def test_any_pieces_in_any_order_leave_what_a_load_leaves(data: st.DataObject, r
     for version in (1, 2, 0):
         stream(installer, manifest, checkpoint(version), data.draw(cut(manifest)))
         assert live_digests(model.live) == digests_expected(checkpoint(version), tp)[rank % tp]
-        assert installer.prepare(NOTHING, lambda _: None) == 0
+        assert installer.prepare(NOTHING, lambda: None) == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,7 +92,7 @@ def test_what_is_held_at_once_is_one_module_and_no_more() -> None:
     installer.open(manifest, "streaming", partial=False)
     stream(installer, manifest, weights(1), whole(manifest))
     projection = weights(1)["projection.weight"].nbytes  # for itself, and for what is derived from it
-    assert installer.prepare(NOTHING, lambda _: None) in (projection, 2 * projection)
+    assert installer.prepare(NOTHING, lambda: None) in (projection, 2 * projection)
 
 
 def test_a_piece_that_is_missing_is_noticed_and_there_is_no_way_back() -> None:
@@ -181,7 +181,7 @@ def measure(packs: bool, out: str) -> None:
     threes = dict.fromkeys(names, 3 * layer)
     taken = peak_bytes(lambda: stream(installer, manifest, threes, whole(manifest)))
     held = [(parameter.min().item(), parameter.max().item()) for parameter in engine.live.parameters()]
-    said = installer.prepare(NOTHING, lambda _: None)
+    said = installer.prepare(NOTHING, lambda: None)
     Path(f"{out}.tmp").write_text(json.dumps([taken / layer.nbytes, said / layer.nbytes, held]))
     Path(f"{out}.tmp").rename(out)
 

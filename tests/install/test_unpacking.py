@@ -102,7 +102,7 @@ def updated(pack: Pack, dtype: torch.dtype) -> tuple[Engine, ModelInstaller, Man
     segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
     for i, spec in enumerate(manifest.tensors):
         bytes_view(box_view(segment, manifest, manifest.whole(i))).copy_(bytes_view(weights(dtype, 1)[spec.name]))
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     installer.finish()
     return engine, installer, manifest

@@ -120,7 +120,7 @@ def test_scales_that_post_processing_makes_need_no_tensor_and_follow_every_updat
         before = update(installer, manifest, weights(seed))
         assert held(engine.live) == held(started(weights(seed)))
     segment = segment_of(weights(4), manifest)
-    installer.prepare(segment, lambda _: None)
+    installer.prepare(segment, lambda: None)
     installer.install(segment)
     assert held(engine.live) == held(started(weights(4)))
     installer.undo(before if policy == "copy" else None)

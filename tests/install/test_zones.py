@@ -86,8 +86,8 @@ class Zoned:
             )
             pieces += wrote
         self.target, self.boxes = target, [piece.box for piece in pieces]
-        staging.check(self.manifest, pieces, lambda _: None)
-        self.installer.prepare(staging.segment, lambda _: None)
+        staging.check(self.manifest, pieces, lambda: None)
+        self.installer.prepare(staging.segment, lambda: None)
         self.staging, self.is_settled = staging, False
         yield staging.segment
         if not self.is_settled:

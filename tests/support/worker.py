@@ -67,7 +67,7 @@ class KeepingInstaller:
     def prepare(self, segment: torch.Tensor, brake: Throttle) -> int:
         self._note("prepare")
         while not self.gate.wait(0.001):
-            brake(0)
+            brake()
         return 0
 
     def share(self) -> bytes:

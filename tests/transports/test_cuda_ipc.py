@@ -106,7 +106,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
         for place in layout.places:
             lies_at(meant, place, tensors[place.box.tensor].dtype).copy_(of_box(place.box, tensors[place.box.tensor]))
         assert torch.equal(staging.segment, meant)
-        staging.check(manifest, pieces, lambda _: None)
+        staging.check(manifest, pieces, lambda: None)
         staging.close()
     for one in (*ranks, *receivers):
         one.close()
@@ -115,11 +115,11 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
 def test_a_byte_that_is_not_what_was_written_fails_the_check(receiver: DeviceZoneReceiver) -> None:
     staging = receiver.open(MANIFEST, b"", ())
     pieces = write(CudaIpcSender(), MANIFEST, whole_slices(), [target_of(staging.landing)])
-    assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+    assert staging.check(MANIFEST, pieces, lambda: None) == 48 + 20
     for at in (0, 47, 512, 531):
         staging.segment[at] ^= 1
         with pytest.raises(DigestMismatch, match="is not what the trainer sent"):
-            staging.check(MANIFEST, pieces, lambda _: None)
+            staging.check(MANIFEST, pieces, lambda: None)
         staging.segment[at] ^= 1
 
 
@@ -136,7 +136,7 @@ def test_new_terms_move_what_is_written_and_what_is_checked(receiver: DeviceZone
         for slice_, place in zip(whole_slices(), layout.places, strict=True):
             lies = lies_at(staging.segment, place, slice_.tensor.dtype)
             assert torch.equal(lies, of_box(place.box, slice_.tensor))
-            assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+            assert staging.check(MANIFEST, pieces, lambda: None) == 48 + 20
         staging.settle()
 
 
@@ -183,7 +183,7 @@ def test_an_update_has_one_list_of_pieces_over_all_its_transports_and_for_the_co
     ]
     assert [each.error for each in wrote] == [None, None]
     pieces = {each.rank: each.pieces for each in wrote}
-    assert staging.check(manifest, [piece for each in wrote for piece in each.pieces], lambda _: None) == 18 << 20
+    assert staging.check(manifest, [piece for each in wrote for piece in each.pieces], lambda: None) == 18 << 20
     apart = what_differs(manifest, pieces, {each.rank: each.kept_equal for each in wrote})
     assert apart.startswith("t0[0:") and "on rank 0" in apart and "on rank 1" in apart
     for writer in writers:
@@ -213,7 +213,7 @@ def test_a_class_that_overrides_the_slices_of_a_source_may_change_them_at_the_en
     go = Go("t", (GoTransport("cuda_ipc", b"", (target_of(staging.landing),)),), FAR_S)
     wrote = writer.write(go, manifest, source, time.monotonic() + FAR_S)
     assert wrote.error is None
-    assert staging.check(manifest, wrote.pieces, lambda _: None) == 2 * 40 * 64
+    assert staging.check(manifest, wrote.pieces, lambda: None) == 2 * 40 * 64
     for offset, average in zip(manifest.layout.offsets, averages.values(), strict=True):
         assert torch.equal(staging.segment[offset : offset + average.nbytes].view(40, 64), average)
     writer.close()
@@ -248,12 +248,12 @@ def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(r
         children.append(child)
         for item in cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)])):
             with pytest.raises(ProtocolError, match="still has the zone mapped"):
-                staging.check(MANIFEST, [], lambda _: None)
+                staging.check(MANIFEST, [], lambda: None)
             yield item
 
     slices, far_s = while_it_is_mapped(), time.monotonic() + FAR_S
     pieces, _ = sender.write(Delivery("t", "policy", 0, MANIFEST, b"", slices, [target], far_s))
-    staging.check(MANIFEST, pieces, lambda _: None)
+    staging.check(MANIFEST, pieces, lambda: None)
     os.kill(children[0], signal.SIGKILL)
     os.waitpid(children[0], 0)
     with pytest.raises(TransportUnavailable, match="has sealed or dropped its zone"):
@@ -313,7 +313,7 @@ def test_a_late_write_says_how_far_it_came_and_leaves_the_zone_unmapped(receiver
     cut = cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)]))
     with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
         sender.write(Delivery("t", "policy", 0, MANIFEST, b"", cut, [target], time.monotonic() - 1))
-    staging.check(MANIFEST, [], lambda _: None)
+    staging.check(MANIFEST, [], lambda: None)
 
 
 def test_a_card_or_a_probe_that_is_not_this_worker_s_is_refused(receiver: DeviceZoneReceiver) -> None:
@@ -346,7 +346,7 @@ def test_a_worker_that_needs_nothing_of_an_update_takes_part_with_an_empty_zone(
         staged = [receiver.open(MANIFEST, b"", ()) for receiver in receivers]
         targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
         pieces = write(sender, MANIFEST, whole_slices(), targets)
-        assert [staging.check(MANIFEST, pieces, lambda _: None) for staging in staged] == [48 + 20, 0]
+        assert [staging.check(MANIFEST, pieces, lambda: None) for staging in staged] == [48 + 20, 0]
         for staging in staged:
             staging.settle()
             staging.close()
@@ -446,7 +446,7 @@ def test_a_slice_of_any_dtype_lands_in_the_zones_of_several_workers(monkeypatch:
     slices = [LocalSlice(manifest.whole(i), tensor) for i, tensor in enumerate(tensors)]
     pieces = write(CudaIpcSender(), manifest, slices, [target_of(one.landing, i) for i, one in enumerate(staged)])
     for staging in staged:
-        assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+        assert staging.check(manifest, pieces, lambda: None) == manifest.nbytes
         staging.close()
 
 

@@ -74,7 +74,7 @@ def test_a_bucket_is_answered_once_it_is_in_place(staging: Staging, threads: Thr
     assert placed[0][1] == list(BYTES[0])
     assert placed[1][1] == torch.frombuffer(bytearray(BYTES[1]), dtype=torch.float32).tolist()
     pieces = [bucket(0).pieces[0], bucket(1).pieces[0]]
-    assert staging.check(MANIFEST, pieces, lambda _: None) == 12
+    assert staging.check(MANIFEST, pieces, lambda: None) == 12
     staging.place(lambda *_: pytest.fail("nothing is left"), FAR_S)  # returns at once
     with pytest.raises(ProtocolError, match="placed already"):
         staging.receive(bucket(0), memoryview(BYTES[0]))
@@ -153,4 +153,4 @@ def test_a_seal_of_more_or_of_less_than_what_came_is_refused(
         staging.place(lambda *_: None, 0.2)
     pieces = [] if missing else [bucket(0).pieces[0], bucket(1).pieces[0]]
     with pytest.raises(WeightwireError, match="did not arrive" if pieces else "was not sealed"):
-        staging.check(MANIFEST, pieces, lambda _: None)
+        staging.check(MANIFEST, pieces, lambda: None)

@@ -139,7 +139,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
                 of_box(place.box, tensors[place.box.tensor])
             )
         assert torch.equal(staging.segment, expected)
-        staging.check(manifest, pieces, lambda _: None)
+        staging.check(manifest, pieces, lambda: None)
         staging.close()
     for one in (*ranks, *receivers):
         one.close()
@@ -170,7 +170,7 @@ def test_many_small_slices_hold_their_values_until_they_are_copied(
     assert [piece.box for piece in pieces] == whole and stats.nbytes == manifest.nbytes
     assert [piece.digest for piece in pieces] == [digest_bytes(bytes_view(t).numpy()) for t in tensors]
     assert torch.equal(staging.segment, torch.cat([bytes_view(t) for t in tensors]))
-    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    assert staging.check(manifest, pieces, lambda: None) == manifest.nbytes
     staging.close()
 
 
@@ -256,11 +256,11 @@ def whole_slices() -> list[LocalSlice]:
 def test_a_byte_that_changed_after_it_was_written_fails_the_check(receiver: ZoneReceiver, sender: ZoneSender) -> None:
     staging = receiver.open(MANIFEST, b"", ())
     pieces = write(sender, MANIFEST, whole_slices(), [target_of(staging.landing)])
-    assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+    assert staging.check(MANIFEST, pieces, lambda: None) == 48 + 20
     for at in (0, 47, 512, 531):
         staging.segment[at] ^= 1
         with pytest.raises(DigestMismatch, match="is not what the trainer sent"):
-            staging.check(MANIFEST, pieces, lambda _: None)
+            staging.check(MANIFEST, pieces, lambda: None)
         staging.segment[at] ^= 1
 
 
@@ -273,10 +273,10 @@ def test_every_update_is_checked_by_its_own_digests_and_its_own_cuts(
         tensor = any_bits(torch.bfloat16, 8, 6, seed=10 + round_)
         slices = [LocalSlice(Box(0, (a, 0), (b - a, 6)), tensor[a:b]) for a, b in rows]
         pieces = write(sender, MANIFEST, [*slices, whole_slices()[1]], [target_of(staging.landing)])
-        assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+        assert staging.check(MANIFEST, pieces, lambda: None) == 48 + 20
         staging.segment[24] ^= 1
         with pytest.raises(DigestMismatch, match=r"t0\[.*\] is not what the trainer sent"):
-            staging.check(MANIFEST, pieces, lambda _: None)
+            staging.check(MANIFEST, pieces, lambda: None)
         staging.segment[24] ^= 1
         staging.settle()
 
@@ -290,7 +290,7 @@ def test_pieces_that_were_not_cut_where_a_place_begins_are_refused(receiver: Zon
             Delivery("t", "policy", 0, MANIFEST, b"", iter(whole_slices()), [target], time.monotonic() + FAR_S)
         )
     with pytest.raises(ProtocolError, match="is not cut where"):
-        staging.check(MANIFEST, [Piece(MANIFEST.whole(0), 0)], lambda _: None)
+        staging.check(MANIFEST, [Piece(MANIFEST.whole(0), 0)], lambda: None)
 
 
 def test_a_layout_that_does_not_fit_the_manifest_or_the_zone_is_refused(sender: ZoneSender) -> None:

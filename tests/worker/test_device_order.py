@@ -154,7 +154,7 @@ def test_what_collectives_bring_comes_on_a_queue_beside_the_engines_own(
     slices = whole_slices(tensors)
     delivery = Delivery("t", "policy", 0, manifest, description, slices, [target], time.monotonic() + 60)
     pieces, _ = sender.write(delivery)
-    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    assert staging.check(manifest, pieces, lambda: None) == manifest.nbytes
     assert {queue for rank, queue in Noting.on if rank != SENDER} == {beside}
     staging.close()
     receiver.close()

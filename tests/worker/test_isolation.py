@@ -62,7 +62,7 @@ class Stubborn(KeepingInstaller):
     def prepare(self, segment: torch.Tensor, brake: Throttle) -> int:
         self._note("prepare")
         assert self.gate.wait(600)
-        brake(0)
+        brake()
         return 0
 
     def discard(self) -> None:

@@ -38,12 +38,12 @@ def test_all_threads_together_work_for_their_share_of_the_time(threads: int) -> 
     rests = Rests()
     throttle = DecodingThrottle(0.25, threads, lambda: True, rests)
     worked_s = work(0.02)
-    throttle(1)
+    throttle()
     assert rests.asked_s[0] >= worked_s * (4 * threads - 1) > 0
 
     def in_a_pool() -> None:
         work(0.02)
-        throttle(1)
+        throttle()
 
     thread = threading.Thread(target=in_a_pool)
     thread.start()
@@ -55,7 +55,7 @@ def test_a_thread_that_waited_does_not_rest_for_it() -> None:
     rests = Rests()
     throttle = DecodingThrottle(1 / 3, 1, lambda: True, rests)
     time.sleep(1.0)  # as on a host whose processors others use
-    throttle(1)
+    throttle()
     assert rests.asked_s[0] < 1.0, "twice a second by the clock"
 
 
@@ -100,8 +100,8 @@ def test_an_idle_engine_is_not_given_way_to_and_a_cancelled_update_ends() -> Non
     rests = Rests()
     throttle = DecodingThrottle(1 / 3, 1, lambda: False, rests)
     work(0.001)
-    throttle(1)
+    throttle()
     assert not rests.asked_s
     rests.set()
     with pytest.raises(VersionConflict, match="was dropped"):
-        throttle(1)
+        throttle()
