@@ -8,7 +8,7 @@ vLLM loads the plug-in in two ways, which may be combined: it finds the entry po
 If vLLM found the plug-in by its entry point, a failure of the plug-in never keeps vLLM from starting: it is logged once, as a
 warning, and the engine runs as if the plug-in were not installed. If the user named the plug-in explicitly, vLLM does not start.
 
-- Worker processes (`worker`, `extension`, `served`, `model`, `draft`, `together`, `lora`): `RankRuntime` (groups, socket);
+- Worker processes (`worker`, `extension`, `served`, `model`, `draft`, `lora`): `RankRuntime` (groups, socket);
   operations arrive by `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on
   every TP and PP rank.
 - EngineCore process (`hooks`, `core_start`, `core`, `weight_transfer`): `ReplicaCoordinator`. Its commands enter the core's

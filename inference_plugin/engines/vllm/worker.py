@@ -1,4 +1,4 @@
-"""Worker processes: `RankRuntime`, and the two methods by which the coordinator reaches it on every rank."""
+"""Worker processes: `RankRuntime`, and the methods by which the engine core reaches it on every rank."""
 
 from __future__ import annotations
 
