@@ -128,7 +128,7 @@ class WeightSync:
         self._manager = None
 
     def _check(self, report: UpdateReport) -> None:
-        """Whether what this rank generates with took the version: it may be of another job while replicas of ours took it. Rank 0
+        """Raises `CommitFailed` unless what this rank generates with took the version: it may be of another job. Rank 0
         asks a server, every rank its own engine."""
         if self._generation.mode == "colocate":
             what = "the engine of this process"
