@@ -266,6 +266,26 @@ def test_a_replica_that_does_not_say_what_it_holds_of_a_stream_is_waited_for_no_
     assert not played.machine.is_busy and played.states() == {"a": "failed"}
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("lost", [PeerLost, SyncTimeout])
+def test_a_stream_whose_coordinator_falls_silent_is_of_an_unknown_version_in_whatever_step_the_others_are(
+    lost: Any, sealed: bool
+) -> None:
+    """The simulator found it reported as late with the old version, while it served the new one."""
+    played = Played("a", transports=("stream",))
+    played.say("a", msgspec.structs.replace(OPENED, install="streaming"))
+    played.on(BeginAll({"stream": b""}))
+    played.say("a", Begun())
+    played.say("a", TakesBytes(stands=True))
+    if sealed:
+        played.on(SealAll((), "digest"))
+        played.say("a", Sealed(done=True))
+    assert Holds("a", "either") in played.say("a", lost("silent"), worker=None)
+    error = played.machine.participants["a"].error
+    assert played.states() == {"a": "failed"} and isinstance(error, lost)
+    assert error.phase == "commit" and "the old version or the new one" in error.hint
+
+
 def test_terms_that_another_trainer_replaced_are_agreed_anew_once() -> None:
     played = Played("a", "b")
     played.say("a", OPENED), played.say("b", OPENED)
