@@ -45,6 +45,11 @@ def give(copy_s: float) -> None:
 
         def wait(self, *_: Any) -> None: ...
 
+    def wait(loading: cache_controller.LayerLoadingEvent, layer: int) -> None:
+        """As a GPU's stream does, which computes with a layer once it is there: no more than one load is open at a time."""
+        loading.load_events[layer].synchronize()
+
+    cache_controller.LayerLoadingEvent.wait = wait
     device = SimpleNamespace(__name__="host", Event=Event, Stream=_Stream, stream=_in_stream, current_stream=_Stream)
     kept = l2_transfer.device_module
     for module in list(sys.modules.values()):
