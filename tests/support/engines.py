@@ -92,7 +92,6 @@ PRELOADED = (
     "transformers",
     *(f"inference_plugin.engines.vllm.{module}" for module in ("hooks", "worker", "api", "lora", "weight_transfer")),
     "tests.support.poison",
-    "tests.support.short_naps",
 )
 EXTENSION = "tests.support.vllm_extension.Extension"
 
