@@ -108,6 +108,16 @@ class Played:
         return [each.replica for each in self.actions if isinstance(each, Ask) and isinstance(each.body, kind)]
 
 
+def streaming() -> Played:
+    """A replica that stands still, which its coordinator was asked to commit, and takes bytes."""
+    played = Played("a", transports=("stream",))
+    played.say("a", msgspec.structs.replace(OPENED, install="streaming"))
+    played.on(BeginAll({"stream": b""}))
+    played.say("a", Begun())
+    played.say("a", TakesBytes(stands=True))
+    return played
+
+
 @pytest.mark.parametrize(
     ("stragglers", "ready", "commits"),
     [
@@ -253,11 +263,7 @@ def test_a_replica_whose_commit_can_no_longer_be_waited_for_is_kept_both_segment
 def test_a_replica_that_does_not_say_what_it_holds_of_a_stream_is_waited_for_no_longer_than_an_installation_after_the_deadline(
     failed_at_s: float, waits_s: float
 ) -> None:
-    played = Played("a", transports=("stream",))
-    played.say("a", msgspec.structs.replace(OPENED, install="streaming"))
-    played.on(BeginAll({"stream": b""}))
-    played.say("a", Begun())
-    played.say("a", TakesBytes(stands=True))
+    played = streaming()
     played.now_s = failed_at_s
     assert EndStream("a", "the update failed: no word of rank 1") in played.on(AbortAll("no word of rank 1"))
     assert played.machine.wakes_at_s == failed_at_s + waits_s
@@ -272,11 +278,7 @@ def test_a_stream_whose_coordinator_falls_silent_is_of_an_unknown_version_in_wha
     lost: Any, sealed: bool
 ) -> None:
     """The simulator found it reported as late with the old version, while it served the new one."""
-    played = Played("a", transports=("stream",))
-    played.say("a", msgspec.structs.replace(OPENED, install="streaming"))
-    played.on(BeginAll({"stream": b""}))
-    played.say("a", Begun())
-    played.say("a", TakesBytes(stands=True))
+    played = streaming()
     if sealed:
         played.on(SealAll((), "digest"))
         played.say("a", Sealed(done=True))
