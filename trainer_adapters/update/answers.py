@@ -158,7 +158,7 @@ def _take_committed(state: TransactionState, one: Participant, answer: object) -
         state.do(Holds(one.replica, "either"))
         if not error.phase:  # no answer at all; a coordinator that gave up names its phase, and knows what is served
             error.hint = UNKNOWN
-            error.at(phase="commit")  # which a stream's coordinator does while the others still stage or seal
+            error.at(phase="commit")  # a stream's coordinator begins its commit while others still stage or seal
     state.fail(one, error)
 
 
