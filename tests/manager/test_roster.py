@@ -158,6 +158,14 @@ def test_one_that_an_update_lost_is_back_when_it_is_heard_of_and_knows_what_it_s
     assert house.claim() == ["b"]
 
 
+@pytest.mark.parametrize("phase", ["commit", "install", "finish"])
+def test_the_version_of_one_that_an_update_lost_in_its_commit_is_unknown(phase: str) -> None:
+    house = House("a", "b")
+    house.update(1, "a", "b")
+    house.update(2, "a", b=PeerLost("rank 1 has ended", phase=phase))
+    assert [(s.state, s.version) for s in house.machine.statuses()] == [("current", 2), ("lost", None)]
+
+
 def test_lost_ones_are_remembered_up_to_a_number_and_the_living_always() -> None:
     gone = [f"gone-{i:03}" for i in range(LOST_KEPT + 5)]
     house = House("here", *gone)

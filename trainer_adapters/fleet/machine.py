@@ -54,6 +54,9 @@ __all__ = ["FleetMachine"]
 LOST_KEPT = 32
 """Number of lost replicas that stay in the list, which would grow without end because ids are never reused."""
 
+COMMITTING = ("commit", "install", "finish")
+"""Phases in which a replica may change its version: where it fell silent or lost a rank in one, nobody knows which it serves."""
+
 TRIES = 3
 """Number of catch-ups of one replica per version: a replica that refuses the bytes must not be asked for ever, and the next
 update tries it anyway. A silent replica, or one for which this process had no descriptor or thread, is tried for as long as it
@@ -287,7 +290,7 @@ class FleetMachine:
         replica.failed_s = now_s
         replica.reason = error.message
         replica.torn = replica.torn or isinstance(error, TornReplica)
-        if replica.torn or (error.phase == "commit" and isinstance(error, SyncTimeout | PeerLost)):
+        if replica.torn or (error.phase in COMMITTING and isinstance(error, SyncTimeout | PeerLost)):
             replica.version = None  # it may serve the old version or the new one
         if isinstance(error, PeerLost):
             self._lose(replica, error.message, since_s=now_s)
