@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 VOCAB, PADDED_TO = 250, 8
 SHAPE: dict[str, Any] = {
@@ -103,8 +104,12 @@ class Layout:
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def enter(self) -> None:
+        """Makes Megatron's process groups for this layout and destroys those of the last one: each holds three threads of gloo,
+        one of which wakes a hundred times a second."""
         from megatron.core import parallel_state
 
+        for group in filter(None, parallel_state._global_process_group_list or ()):
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             self.tp,
