@@ -180,7 +180,7 @@ FULL = (
     *(
         f"{ENGINES}test_vllm_quantised_load.py::"
         f"test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate[{case}"
-        for case in ("copy-llama-fp8", "standby-llama-w4a16")
+        for case in ("copy-llama-fp8", "copy-llama-w4a16", "standby-llama-w")
     ),
     *(
         f"{ENGINES}test_vllm_models.py::test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[{model}"
@@ -260,6 +260,27 @@ FULL = (
         f"{ENGINES}test_rebuilt_faults.py::"
         f"test_a_fault_where_ranks_reduce_what_they_quantise_by_leaves_all_ranks_as_they_were[{case}"
         for case in ("copy-note-seal-1", "copy-reduce-commit-0", "standby-note-seal-0", "standby-reduce-commit-1")
+    ),
+    *(
+        f"{ENGINES}test_rebuilt_faults.py::"
+        f"test_a_fault_where_ranks_of_sglang_derive_weights_leaves_all_ranks_as_they_were[{case}"
+        for case in ("copy-commit-1", "standby-seal-0")
+    ),
+    # families of vLLM: one of the two policies
+    *(
+        f"{ENGINES}test_families.py::test_a_family_in_vllm_is_a_fresh_engine_after_every_update[{case}"
+        for case in (
+            *("bert-classifier-copy", "deepseek_v2-standby", "deepseek_v3-copy", "falcon-standby", "hunyuan_moe-copy"),
+            *("llama-awq-standby", "llama-compressed-nvfp4-copy", "llama-fp8-by-the-engine-standby"),
+            *("llama-fp8-one-kv-scale-copy", "llama-fp8_per_tensor-without-its-kernel-standby", "llama-gptq-copy"),
+            *(
+                "llama-w4a16-standby",
+                "llama-w8a8-int8-static-copy",
+                "mamba2-standby",
+                "phi-copy",
+                "qwen3-classifier-standby",
+            ),
+        )
     ),
     # what happens in the trainer, whichever engine is on the other side
     *(

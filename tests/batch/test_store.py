@@ -268,7 +268,7 @@ def test_thousands_of_short_rows_arrive_in_order() -> None:
         assert fetched([entry], store.owner)[entry.shard].lengths == part.lengths  # its digest was checked
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3 * PAGE), st.sampled_from(["", "free", "free two", "trim"])), max_size=60),
     st.randoms(),

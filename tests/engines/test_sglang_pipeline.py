@@ -118,7 +118,7 @@ def test_every_token_is_of_exactly_one_version_on_all_stages_while_updates_alter
     runtime: Path, checkpoint: Checkpoint, case: str
 ) -> None:
     in_flight, options = LOADS[case]
-    check_one_version(runtime, checkpoint, in_flight, updates=20, **{"pp": STAGES, **options})
+    check_one_version(runtime, checkpoint, in_flight, updates=10, **{"pp": STAGES, **options})
 
 
 def test_a_server_of_stages_shows_its_version_is_healthy_while_paused_and_heeds_sglang_s_own_pause(

@@ -132,7 +132,7 @@ def test_requests_in_flight_that_are_computed_anew_have_their_image_encoded_anew
             version += 1
             with SyncManager(in_flight=policy, timeout_s=60) as manager:
                 manager.versions()  # it knows the replica: its pause comes at once
-                before = driver.submit([prompt] * 3, 400, image=IMAGES[0])
+                before = driver.submit([prompt] * 3, 200, image=IMAGES[0])
                 driver.wait_for_tokens(before, 3)
                 manager.pause(in_flight=pause)
                 (report,) = manager.update(ModuleAdapter(weights(target)), version).replicas
@@ -140,6 +140,6 @@ def test_requests_in_flight_that_are_computed_anew_have_their_image_encoded_anew
                 manager.resume()
                 answers = say(driver, prompt), say(driver, other)
                 done = driver.wait(before)
-                assert [(one["finish_reason"], len(one["tokens"])) for one in done] == [("length", 400)] * 3
+                assert [(one["finish_reason"], len(one["tokens"])) for one in done] == [("length", 200)] * 3
                 assert answers == fresh[target], (policy, target)
                 assert (say(driver, prompt), say(driver, other)) == fresh[target], (policy, target)

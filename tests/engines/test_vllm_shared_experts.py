@@ -34,7 +34,7 @@ ASYNC = {"experts-async": ["--enable-expert-parallel", "--async-scheduling"]}
 """As on a GPU (see `tests/support/async_scheduling.py`)."""
 RANKS = (0, 1)
 RANK_TIMEOUT_S = 20.0
-UPDATES = 12
+UPDATES = 8
 TOKENS = 150
 TRIES = 20
 

@@ -26,7 +26,7 @@ from trainer_adapters.fleet.session import worker_connections
 from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
 
-SCHEDULES = 500_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 15_000
+SCHEDULES = 500_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 5_000
 """`make simulate SEEDS=1000000` runs more."""
 
 

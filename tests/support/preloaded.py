@@ -154,6 +154,7 @@ def serve(listener: socket.socket, whose: int, modules: Sequence[str]) -> None:
         _inspect_models_here()
         _override_kernels_here()
         _forget_levels_once()
+        _let_controllers_wait()
         _freeze()
         signal.signal(signal.SIGCHLD, lambda *_: _reap())
         watch = select.poll()
@@ -225,6 +226,18 @@ def _forget_levels_once() -> None:
             manager._clear_cache()
 
     logging.config._handle_existing_loggers = reset_at_once  # type: ignore[attr-defined]
+
+
+def _let_controllers_wait() -> None:
+    """SGLang's controller of data-parallel ranks asks for messages without a pause, and so keeps a core busy."""
+    if (controller := sys.modules.get("sglang.srt.managers.data_parallel_controller")) is not None:
+        receive = controller.sock_recv
+
+        def wait_and_receive(source: Any, flags: int) -> Any:
+            source.poll(100)  # milliseconds
+            return receive(source, flags=flags)
+
+        controller.sock_recv = wait_and_receive  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

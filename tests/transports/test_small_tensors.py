@@ -140,7 +140,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data(), version=small_tensors(), ranks=st.integers(1, 3), is_generated=st.booleans())
 def test_any_small_tensors_land_in_zones_also_after_a_failed_update(
     data: st.DataObject, version: Callable[[int], Tensors], ranks: int, is_generated: bool
@@ -178,7 +178,7 @@ def test_any_small_tensors_land_in_zones_also_after_a_failed_update(
     receiver.close()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data(), version=small_tensors(), ranks=st.integers(1, 3), is_generated=st.booleans())
 def test_any_small_tensors_are_in_a_segment_also_after_a_failed_update(
     data: st.DataObject, version: Callable[[int], Tensors], ranks: int, is_generated: bool
