@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference_plugin.wire.geometry import Region, bounding_box
 
-__all__ = ["Destination", "coverage_of"]
+__all__ = ["Destination", "coverage_of", "gaps_between"]
 
 
 @dataclass
@@ -31,13 +31,15 @@ class Destination:
 class _Cover:
     uncovered: dict[str, int] = field(default_factory=dict)
     doubled: bool = False
+    has_gaps: bool = False
 
 
 _MOST_CELLS = 1 << 24
 
 
 def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Region]) -> _Cover:
-    """The elements of a storage that `copies` and `fills` leave unwritten, by parameter, and whether copies overlap.
+    """The elements of a storage that `copies` and `fills` leave unwritten, by parameter; whether copies overlap; and whether the
+    storage has unwritten elements at all, in a buffer or beside its parameters.
 
     If all regions are boxes (nearly always), it counts the cells between the boxes' edges, which costs the same for any size
     of tensor; else it counts elements.
@@ -56,11 +58,24 @@ def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Reg
     cover = _Cover(doubled=bool((writes > 1).any()))
     for part in parts[len(copies) : len(copies) + len(fills)]:
         part.add_(1)
+    written = writes > 0
+    cover.has_gaps = dest.numel > int(volume[written].sum() if cells is not None else written.sum())
     for i, name in enumerate(named, len(copies) + len(fills)):
         missing = parts[i] == 0
         if count := int(volumes[i][missing].sum() if volumes else missing.sum()):
             cover.uncovered[name] = count
     return cover
+
+
+def gaps_between(regions: Iterable[Region], numel: int) -> list[tuple[int, int]]:
+    """The ranges of a storage's elements, as start and end, that lie in none of the regions."""
+    left = torch.ones(numel, dtype=torch.bool)
+    for region in regions:
+        region.of(left).fill_(False)
+    edge = torch.zeros(1, dtype=torch.int8)
+    edges = torch.diff(left.to(torch.int8), prepend=edge, append=edge)
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    return list(zip(starts, stops, strict=True))
 
 
 def _cells(regions: Sequence[Region], frame: tuple[int, ...]) -> tuple[list[tuple[slice, ...]], Tensor] | None:

@@ -109,6 +109,7 @@ class LoadFindings:
         extents: dict[str, int] = {}
         uncovered: dict[str, int] = {}
         doubled: list[str] = []
+        gapped: list[str] = []
         for dest in self._destinations:
             if dest.name in writes:
                 self._check_fills(dest, writes[dest.name])
@@ -125,6 +126,7 @@ class LoadFindings:
                 copies.sort(key=lambda copy: copy.dest.offset)
             if copies:
                 extents[dest.name] = dest.numel
+                gapped += [dest.name] if cover.has_gaps else []
             placements += copies
             fills += constants
         placed = {placement.source.tensor for placement in placements}
@@ -142,6 +144,7 @@ class LoadFindings:
             dtype_conflicts=dict(self._casts),
             dtypes_wanted=dict(self._wanted),
             extents=extents,
+            gapped=frozenset(gapped),
         )
 
     def _check_fills(self, dest: Destination, writes: Sequence[Placement | Fill]) -> None:

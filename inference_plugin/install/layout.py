@@ -12,6 +12,7 @@ import torch
 
 from inference_plugin.install.collectives import Operand, Reduced, Share
 from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.coverage import gaps_between
 from inference_plugin.install.graph import words
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.padding import Padding
@@ -20,7 +21,7 @@ from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
 from inference_plugin.install.references import LiveReferences
 from inference_plugin.install.standby import LiveTensor, StandbyWeights
-from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
+from inference_plugin.install.storages import equal_bytes, flat, held_tensors, named_tensors
 from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import needs_no_checkpoint, run_trials
 from inference_plugin.install.unpacking import Unpacking
@@ -85,7 +86,7 @@ class LiveLayout:
             for name in owners.get(key, ()):
                 self.rebuilt_placements[name].append(placement)
         self._references = LiveReferences(self._post, self._trials, self.written, plan)
-        self._uncovered = {self._key_of[name] for name in plan.uncovered}
+        self._uncovered = {self._key_of[name] for name in plan.uncovered} | plan.gapped
         """Storages of which the plan leaves elements unwritten."""
         self._gaps = self._find_gaps()
         self._padding = Padding(self._post, plan, self._uncovered)
@@ -182,7 +183,8 @@ class LiveLayout:
 
     def unwritten_buffers(self) -> dict[str, bool]:
         """Buffers that a checkpoint may hold and that an update neither writes nor derives; for each, whether the live model
-        holds the constructor's value."""
+        holds the constructor's value. Of those that it writes in part, the ones of which the live model holds other values in the
+        rest."""
         found: dict[str, bool] = {}
         for name, module in self._post.live_modules.items():
             trial = self._trials.get(name)
@@ -192,8 +194,12 @@ class LiveLayout:
                 if held is None or not held.numel() or own_name in module._non_persistent_buffers_set:
                     continue
                 derived = trial is not None and (own_name in trial.buffers or (own_name,) in trial.settled)
-                if constant is not None and not derived and self._key_of.get(full) not in self.written:
+                if constant is None or derived:
+                    continue
+                if (key := self._key_of.get(full, "")) not in self.written:
                     found[full] = equal_bytes(held, constant)
+                elif any(not equal_bytes(flat(held)[a:b], flat(constant)[a:b]) for a, b in self._gaps.get(key, ())):
+                    found[full] = False
         return found
 
     # --- plain storages ----------------------------------------------------------------------------------------------
@@ -372,17 +378,11 @@ class LiveLayout:
 
     def _find_gaps(self) -> dict[str, list[tuple[int, int]]]:
         """The ranges of elements that an update leaves unwritten in storages that it writes in part, by key."""
-        gaps: dict[str, list[tuple[int, int]]] = {}
-        for key in self._uncovered & self.written & self._plain & self._plan.extents.keys():
-            left = torch.ones(self._storages.shapes[key].numel(), dtype=torch.bool)
-            for region in (*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)):
-                if region.tensor == key:
-                    region.of(left).fill_(False)
-            edge = torch.zeros(1, dtype=torch.int8)
-            edges = torch.diff(left.to(torch.int8), prepend=edge, append=edge)
-            starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-            gaps[key] = list(zip(starts, stops, strict=True))
-        return gaps
+        filled = [*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)]
+        return {
+            key: gaps_between((region for region in filled if region.tensor == key), self._plan.extents[key])
+            for key in self._plan.gapped & self.written & self._plain
+        }
 
     def _keys_of(self, module: str) -> set[str]:
         """The storages of a module's own parameters, and those of the modules that its post-processing reads."""

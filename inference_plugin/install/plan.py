@@ -76,7 +76,8 @@ class PlacementPlan:
       out because another one has the same destination, each with that one (see `without_repeats`).
     - `dtype_conflicts`: checkpoint name -> both dtypes, in words; `dtypes_wanted`: the engine's dtype. Nothing is cast: such
       destinations are refused too.
-    - `extents`: planned destination -> elements of its storage.
+    - `extents`: planned destination -> elements of its storage. `gapped`: planned destinations of which the load leaves elements
+      unwritten: of a parameter, of a buffer, or beside them in their storage.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -96,6 +97,7 @@ class PlacementPlan:
     dtype_conflicts: Mapping[str, str] = field(default_factory=dict)
     dtypes_wanted: Mapping[str, torch.dtype] = field(default_factory=dict)
     extents: Mapping[str, int] = field(default_factory=dict)
+    gapped: frozenset[str] = frozenset()
 
     def needs(self) -> dict[str, Box]:
         """The smallest box of each checkpoint tensor that holds everything the plan reads from it, by tensor name."""
@@ -137,6 +139,7 @@ class PlacementPlan:
         """
         placements, fills = list(self.placements), list(self.fills)
         extents, uncovered = dict(self.extents), dict(self.uncovered)
+        gapped = dict.fromkeys(self.gapped, 0)
         apart: dict[str, str] = {}
         for second, first in ties.items():
             writes: dict[str, set[tuple[Region, Region]]] = {second: set(), first: set()}
@@ -149,7 +152,7 @@ class PlacementPlan:
             gone, kept = (second, first) if writes[first] else (first, second)
             placements = _retied(placements, gone, kept, first)
             fills = _retied(fills, gone, kept, first)
-            for table in (extents, uncovered):
+            for table in (extents, uncovered, gapped):
                 left = {name: table.pop(name) for name in (gone, kept) if name in table}
                 if kept in left:
                     table[first] = left[kept]
@@ -159,6 +162,7 @@ class PlacementPlan:
             fills=tuple(fills),
             extents=extents,
             uncovered=uncovered,
+            gapped=frozenset(gapped),
             doubled=tuple(dict.fromkeys(ties.get(n, n) for n in self.doubled)),
         )
         return plan, apart

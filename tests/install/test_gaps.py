@@ -1,0 +1,85 @@
+"""Elements that an update leaves unwritten in a storage that it writes: in a buffer, or beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import ManifestMismatch
+from tests.install.installing import update
+from tests.support.plain_engine import manifest_of
+
+ROWS, HELD = 4, 8
+CONSTRUCTED = 7.0
+
+
+class Model(nn.Module):
+    """Computes with all of `table`, which the checkpoint's tensors `table` and `more` fill."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ROWS, ROWS), requires_grad=False)
+        whole = torch.full((HELD,), CONSTRUCTED)
+        if is_buffer:
+            self.register_buffer("table", whole)
+        else:
+            self.table = nn.Parameter(whole[:ROWS], requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "weight":
+                self.weight.data.copy_(tensor)
+            else:
+                start = ROWS if name == "more" else 0
+                self.table.data[start : start + ROWS].copy_(tensor)  # type: ignore[union-attr, index]
+
+    def whole_table(self) -> list[float]:
+        return torch.empty(0).set_(self.table.untyped_storage()).tolist()  # type: ignore[union-attr, call-overload, no-any-return]
+
+
+class Engine(LiveModel):
+    def __init__(self, is_buffer: bool, *more: str) -> None:
+        skeleton = build_skeleton(lambda: Model(is_buffer), torch.no_grad())
+        live = Model(is_buffer)
+        live.load_weights(weights(1.0, *more).items())
+        super().__init__(live, torch.device("cpu"), *skeleton)
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+def weights(value: float, *more: str) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((ROWS, ROWS), value), **{n: torch.full((ROWS,), value) for n in ("table", *more)}}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_no_tensor_fills_keeps_its_bytes_in_buffers_and_beside_parameters(policy: str, is_buffer: bool) -> None:
+    model = Engine(is_buffer)
+    installer = ModelInstaller(model)
+    manifest = manifest_of(weights(0.0))
+    assert installer.open(manifest, policy, partial=False).install == policy
+    for value in (2.0, 3.0, 4.0):
+        update(installer, manifest, weights(value))
+        assert model.live.whole_table() == [value] * ROWS + [CONSTRUCTED] * (HELD - ROWS)  # type: ignore[operator]
+
+
+def test_a_part_of_a_buffer_that_the_engines_checkpoint_filled_must_be_sent() -> None:
+    model = Engine(True, "more")
+    installer = ModelInstaller(model)
+    with pytest.raises(ManifestMismatch, match="fills these buffers, which the engine reads from a checkpoint: table"):
+        installer.open(manifest_of(weights(0.0)), "copy", partial=False)
+    manifest = manifest_of(weights(0.0))
+    installer.open(manifest, "standby", partial=True)
+    update(installer, manifest, weights(2.0))
+    assert model.live.whole_table() == [2.0] * ROWS + [1.0] * (HELD - ROWS)  # type: ignore[operator]
+    whole = manifest_of(weights(0.0, "more"))
+    installer.open(whole, "standby", partial=False)
+    update(installer, whole, weights(3.0, "more"))
+    assert model.live.whole_table() == [3.0] * HELD  # type: ignore[operator]
