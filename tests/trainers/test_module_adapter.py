@@ -111,12 +111,17 @@ def test_slices_are_the_parameters_own_memory() -> None:
     assert {piece.tensor.data_ptr() for piece in pieces} == {t.data_ptr() for t in net.state_dict().values()}
 
 
-def test_a_tied_transformers_model_sends_the_name_that_its_checkpoints_have() -> None:
+def tied_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=51, num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, **shape)
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=51, num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, **shape)
+    )
+
+
+def test_a_tied_transformers_model_sends_the_name_that_its_checkpoints_have() -> None:
+    model = tied_llama()
     manifest = ModuleAdapter(model).manifest()
     assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert [spec.name for spec in manifest.tensors] == [name for name, _ in model.named_parameters()]
@@ -125,6 +130,16 @@ def test_a_tied_transformers_model_sends_the_name_that_its_checkpoints_have() ->
     with pytest.raises(ManifestMismatch, match=r"declared tied, but two tensors each.*lm_head.weight and model.embed"):
         ModuleAdapter(model).manifest()
     assert "lm_head.weight" not in names(ModuleAdapter(model, rename={"lm_head.weight": None}))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])
+def test_declared_ties_hold_whatever_was_put_around_a_part_of_the_model(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = tied_llama()
+    model.model = wrap(model.model)
+    assert ModuleAdapter(model).manifest().tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(ManifestMismatch, match=r"declared tied, but two tensors each"):
+        ModuleAdapter(model).manifest()
 
 
 def test_the_declared_copy_is_not_the_name_that_travels_even_if_it_comes_first() -> None:
@@ -137,7 +152,9 @@ def test_the_declared_copy_is_not_the_name_that_travels_even_if_it_comes_first()
             self.embed = nn.Embedding(5, 3)
             self.embed.weight = self.head.weight
 
-    for model in (Tied(), checkpoint_wrapper(Tied()), torch.compile(Tied())):
+    inside = Tied()
+    inside.head = torch.compile(inside.head)
+    for model in (Tied(), checkpoint_wrapper(Tied()), torch.compile(Tied()), inside):
         manifest = ModuleAdapter(model).manifest()
         assert [spec.name for spec in manifest.tensors] == ["embed.weight"]
         assert manifest.tied == {"head.weight": "embed.weight"}

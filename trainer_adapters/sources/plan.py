@@ -203,8 +203,8 @@ def make_plan(
 ) -> Plan:
     """The manifest of a scan. A pure function of its arguments. Raises `ManifestMismatch`.
 
-    `ties`: declared ties, by the trainer's names. If several names share memory, the one travels that is not declared a copy of
-    another, else the first. A part of a checkpoint tensor travels whatever memory it shares.
+    `ties`: declared ties, by the trainer's names as `unwrapped` gives them. If several names share memory, the one travels that
+    is not declared a copy of another, else the first. A part of a checkpoint tensor travels whatever memory it shares.
     """
     renamed = _renamed(_unwrapped([info.name for info in infos]), rename)
     found = (layout or _as_in_memory)(renamed, infos)
@@ -221,7 +221,7 @@ def make_plan(
         if not targets[i]:
             continue
         chosen = speakers.setdefault(twins[i], i)
-        if infos[chosen].name in ties and info.name not in ties:
+        if unwrapped(infos[chosen].name) in ties and unwrapped(info.name) not in ties:
             speakers[twins[i]] = i
     order = sorted(speakers.values())
     tied = _tied(targets, [speakers[twins[i]] if targets[i] else i for i in range(len(infos))])
@@ -315,7 +315,7 @@ def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo,
 
 
 def _check_ties(ties: Mapping[str, str], targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo, ...]) -> None:
-    sent = {info.name: info for own, info in zip(targets, infos, strict=True) if own}
+    sent = {unwrapped(info.name): info for own, info in zip(targets, infos, strict=True) if own}
     apart = [
         f"{name} and {source}"
         for name, source in ties.items()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from trainer_adapters.sources.plan import unwrapped
 from trainer_adapters.sources.sharded import is_deepspeed_engine, is_wrapped_by_fsdp1
 
 __all__ = [
@@ -89,15 +90,15 @@ def pairs_of(tensors: Any) -> Pairs:
 
 
 def module_ties(module: torch.nn.Module) -> dict[str, str]:
-    """The names that transformers declares tied, as the stream has them, each with the name that it is tied to; "" if
-    transformers only lists the tied names."""
+    """The names that transformers declares tied, each with the name that it is tied to; "" if transformers only lists the tied
+    names. As `unwrapped` gives names: what transformers declares has no wrapper that was put into the model afterwards."""
     ties: dict[str, str] = {}
     for prefix, part in walk(module):
         declared = getattr(part, "all_tied_weights_keys", None)
         if declared is None:
             declared = dict.fromkeys(getattr(part, "_tied_weights_keys", None) or (), "")
         for name, source in declared.items():
-            ties[prefix + name] = prefix + source if source else ""
+            ties[unwrapped(prefix + name)] = unwrapped(prefix + source) if source else ""
     return ties
 
 

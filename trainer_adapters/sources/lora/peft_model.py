@@ -127,9 +127,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     if not additions:
         raise ManifestMismatch("no adapter is active", hint="call set_adapter(name) before the update", side="trainer")
     ties = {
-        _without_wrappers(unwrapped(alias), inside, declared=True) or "": (
-            _without_wrappers(unwrapped(source), inside, declared=True) or ""
-        )
+        _without_wrappers(alias, inside, declared=True) or "": _without_wrappers(source, inside, declared=True) or ""
         for alias, source in module_ties(model).items()
     }
     return PeftStructure(inside, additions, shapes, ties, tuple(parts.replaced))
