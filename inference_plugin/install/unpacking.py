@@ -29,7 +29,7 @@ class Unpacking:
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial]) -> None:
         self._post = post
         self._trials = trials
-        self._orders: dict[tuple[int, Sequence[Path]], torch.Tensor | None] = {}
+        self._orders: dict[tuple[int, str, Sequence[Path]], torch.Tensor | None] = {}
 
     def read(self, module: str, parameter: str) -> torch.Tensor | None:
         """The plain parameter, flat; None if the live form is not just another order of it."""
@@ -49,7 +49,7 @@ class Unpacking:
         """The `count` elements of `key`, from the tensors at `paths` of the live module."""
         if (live := _tensors(self._post.live_modules[module], paths)) is None:
             return None
-        kind = id(self._trials[module]), paths  # modules of one kind share their trial
+        kind = id(self._trials[module]), key.removeprefix(f"{module}."), paths  # modules of one kind share their trial
         if kind not in self._orders:
             self._orders[kind] = self._order(module, key, count, paths, live)
         order = self._orders[kind]

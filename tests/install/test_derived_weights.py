@@ -34,6 +34,7 @@ class Projection(nn.Module):
         super().__init__()
         self.quant_method = Packs()
         self.weight = nn.Parameter(torch.empty(2 * SIZE, SIZE), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(2 * SIZE), requires_grad=False)  # of which nothing is derived
 
 
 class Attention(nn.Module):
@@ -118,7 +119,7 @@ class Engine(LiveModel):
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    shapes = {"projection.weight": (2 * SIZE, SIZE), "norm": (SIZE,)}
+    shapes = {"projection.weight": (2 * SIZE, SIZE), "projection.bias": (2 * SIZE,), "norm": (SIZE,)}
     return {f"layers.{i}.{n}": torch.randn(shape, generator=random) for i in range(2) for n, shape in shapes.items()}
 
 
@@ -240,7 +241,7 @@ def test_a_trial_of_post_processing_is_refused_with_both_numbers_before_it_takes
         noted.append(name)
         finish(module)
 
-    engine.left_bytes = 3 * 4 * (2 * SIZE * SIZE + SIZE) - 1  # two stand-ins and a copy of a layer, of float32
+    engine.left_bytes = 3 * 4 * (2 * SIZE * SIZE + 3 * SIZE) - 1  # two stand-ins and a copy of a layer, of float32
     with pytest.raises(
         EngineUnsupported, match=r"post-processing of layers\.0 takes \d+ MiB, and \d+ MiB are free"
     ) as raised:
