@@ -6,6 +6,7 @@ live module holds for any weights. Anything else refuses the model.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from inference_plugin.install.trial_load import check_trial_fits
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
 __all__ = ["Trial", "finished_alike", "kind_of", "needs_no_checkpoint", "run_trials"]
+
+CHOICES = (bool, enum.Enum, torch.dtype, type)
+"""Types of values by which post-processing may choose what it does. Of others only the type counts: numbers and names often
+differ from layer to layer."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,24 @@ def kind_of(post: PostProcessing, module: str) -> Any:
     """A value that is equal for modules that are post-processed in the same way."""
     skeleton, boundary = post.skeleton_modules[module], post.model.boundary
     live = post.live_modules.get(module) or skeleton
+    registered = {**skeleton._parameters, **skeleton._buffers}
     helpers = tuple(
-        (name, type(value), tuple((n, type(v)) for n, v in sorted(vars(value).items())))
+        (name, type(value), tuple((n, _choice(v)) for n, v in sorted(vars(value).items())))
         for name, value in sorted({**vars(skeleton), **skeleton._modules}.items())
         if value is not None and is_helper(value, boundary) and hasattr(value, "__dict__")
     )
     return (
         type(skeleton),
         helpers,
-        tuple((n, tuple(p.shape), p.dtype) for n, p in skeleton._parameters.items() if p is not None),
+        tuple((name, _choice(value)) for name, value in sorted(vars(skeleton).items())),
+        tuple((n, tuple(t.shape), t.dtype) for n, t in registered.items() if t is not None),
         tuple(sorted(n for n, p in live._parameters.items() if p is not None and p.numel() == 0)),
         tuple(kind_of(post, read) for read in post.read_by(module).values()),
     )
+
+
+def _choice(value: Any) -> Any:
+    return value if isinstance(value, CHOICES) else type(value)
 
 
 def _try(post: PostProcessing, module: str) -> Trial:
