@@ -44,6 +44,7 @@ class PostProcessing:
         """Whether the live model still computes with `live_modules`: nobody has put other modules into it."""
         return all(parent._modules.get(name) is child for parent, name, child in self._tree)
 
+    @torch.inference_mode(False)  # a tensor that is made in it doesn't tell that post-processing has written to it
     def stand_in(self, module: str, storage: Callable[[str], torch.Tensor], answers: Answers | None = None) -> StandIn:
         """A stand-in for `module` over the storages that `storage` returns by key. `answers`: as for `finish`, for submodules
         that are finished before `module`."""
@@ -90,6 +91,7 @@ class PostProcessing:
         original = self.skeleton_modules[module]
         return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 
+    @torch.inference_mode(False)
     def finish(self, module: str, stand_in: StandIn, answers: Answers | None = None) -> None:
         """Runs the engine's post-processing of `module` on a stand-in for it. `answers` answers its collectives. Raises
         `EngineUnsupported` for collectives that `Collectives` does not know, and for any collective without `answers`."""
