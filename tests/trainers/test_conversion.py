@@ -28,7 +28,11 @@ from trainer_adapters.sources.tracing import Trace
 
 def assert_is_what_save_pretrained_writes(model: Any) -> None:
     saved = checkpoint_of(model)
-    arrived = received(*(ModuleAdapter(model, rank=rank, world_size=3) for rank in range(3)))
+    sources = [ModuleAdapter(model, rank=rank, world_size=3) for rank in range(3)]
+    for source in sources:
+        boxes = tuple(item.box for item in source.slices())
+        assert boxes == source.claims() and [box.tensor for box in boxes] == sorted(box.tensor for box in boxes)
+    arrived = received(*sources)
     assert sorted(arrived) == sorted(saved)
     for name, tensor in saved.items():
         assert arrived[name].dtype == tensor.dtype and arrived[name].shape == tensor.shape, name

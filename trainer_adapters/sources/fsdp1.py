@@ -29,7 +29,7 @@ from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inspection import Inspection, why_not_plain
 from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import LocalShards, ScannedSource, ScanOptions
+from trainer_adapters.sources.scan import LocalShards, Runs, ScannedSource, ScanOptions
 from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
 __all__ = ["FlatSource"]
@@ -104,21 +104,23 @@ class FlatSource(ScannedSource):
         parts = FullyShardedDataParallel.fsdp_modules(self._module)
         return (Unit(part) for part in parts if part._handle is not None)
 
-    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+    def _cut(self, things: list[Any], planned: Runs) -> Iterator[LocalSlice]:
         apart: dict[FullyShardedDataParallel, list[int]] = {}
         for position, thing in enumerate(things):
             if isinstance(thing, ManagedParameter) and thing.is_summoned:
                 apart.setdefault(thing.unit.module, []).append(position)
-        late = {position for positions in apart.values() for position in positions}
+        late: dict[int, list[PlannedSlice]] = {position: [] for positions in apart.values() for position in positions}
+        for position, own in planned:
+            late.get(position, []).extend(own)
         coming = list(apart.items())
         try:
-            yield from super()._cut(things, {p: own for p, own in planned.items() if p not in late})
+            yield from super()._cut(things, [run for run in planned if run[0] not in late])
             while coming:  # on all ranks, even if this rank sends no part of the unit
                 module, positions = coming.pop(0)
                 with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
                     for position in positions:
                         full = things[position].full()
-                        for one in planned.get(position, ()):
+                        for one in late[position]:
                             yield LocalSlice(one.box, one.view_of(full))
         finally:
             _take_part([module for module, _ in coming])

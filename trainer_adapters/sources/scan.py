@@ -15,7 +15,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -41,7 +43,7 @@ from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
 from trainer_adapters.sources.streams import Stream, module_ties
 
-__all__ = ["LocalShards", "ScanOptions", "ScannedSource"]
+__all__ = ["LocalShards", "Runs", "ScanOptions", "ScannedSource"]
 
 
 MOST_READINGS = 2
@@ -63,15 +65,20 @@ class LocalShards:
     role: Literal["send", "copy"] = "send"
 
 
+Runs: TypeAlias = "list[tuple[int, list[PlannedSlice]]]"
+"""Slices in the manifest's order: each run lies in the tensor at its position in the plan's `infos`. A tensor has several runs if
+others are a part of the same checkpoint tensor."""
+
+
 @dataclass(frozen=True)
 class SlicePlan:
-    """The slices of this rank, by position in the plan's `infos`: those that it sends, its copies of slices that others send,
-    and a few of the copies that training keeps equal. `claims`: the boxes of the slices that it sends."""
+    """The slices of this rank: those that it sends, its copies of slices that others send, and a few of the copies that training
+    keeps equal. `claims`: the boxes of the slices that it sends."""
 
     plan: Plan
-    sent: dict[int, list[PlannedSlice]]
-    copied: dict[int, list[PlannedSlice]]
-    kept_equal: dict[int, list[PlannedSlice]]
+    sent: Runs
+    copied: Runs
+    kept_equal: Runs
     claims: tuple[Box, ...]
 
 
@@ -248,8 +255,9 @@ class ScannedSource(WeightSource):
                 for i, box in shares.items():
                     position, one = entries[i]
                     found.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
-        claims = tuple(one.box for position in sorted(sent) for one in sent[position])
-        return SlicePlan(plan, sent, copied, kept_equal, claims)
+        in_order = _in_order(sent)
+        claims = tuple(one.box for _, own in in_order for one in own)
+        return SlicePlan(plan, in_order, _in_order(copied), _in_order(kept_equal), claims)
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
         """Scans what the stream yields now; appends the items themselves to `keep`."""
@@ -294,24 +302,24 @@ class ScannedSource(WeightSource):
             infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, problem))
         return tuple(infos)
 
-    def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+    def _pass(self, planned: Runs) -> Iterator[LocalSlice]:
         """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
         if not self._in_memory:
-            return self._one_by_one(plan, planned)
+            return self._one_by_one(plan, dict(planned))
         things: list[Any] = []
         if (infos := self._scan(things)) != plan.infos:
             raise _disagreement(plan.infos, infos)
         return self._cut(things, planned)
 
-    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        for position in sorted(planned):
+    def _cut(self, things: list[Any], planned: Runs) -> Iterator[LocalSlice]:
+        for position, own in planned:
             local = self._local(things[position])
-            for one in planned[position]:
+            for one in own:
                 yield LocalSlice(one.box, one.view_of(local))
 
     def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        equal, self._kept = self._slice_plan().kept_equal, []
+        equal, self._kept = dict(self._slice_plan().kept_equal), []
         # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
         position = 0
         for name, tensor in self._stream():
@@ -338,6 +346,13 @@ class ScannedSource(WeightSource):
                 hint="a callable must return a fresh iterator each time; the next update scans the model again",
                 side="trainer",
             )
+
+
+def _in_order(found: dict[int, list[PlannedSlice]]) -> Runs:
+    """The slices of each position, in the manifest's order."""
+    every = [(one.box.tensor, position, one) for position, own in sorted(found.items()) for one in own]
+    every.sort(key=itemgetter(0, 1))
+    return [(position, [one for _, _, one in run]) for position, run in groupby(every, key=itemgetter(1))]
 
 
 def _why_refilled(first: str, second: str) -> str:
