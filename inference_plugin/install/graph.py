@@ -10,6 +10,7 @@ torch.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import functools
@@ -29,6 +30,8 @@ __all__ = [
 Path: TypeAlias = tuple[Hashable, ...]
 """The attribute names, keys and positions that lead from a module to a value."""
 
+_MAPPINGS = (dict, types.MappingProxyType)
+_SEQUENCES = (list, tuple, collections.deque)
 _TORCH_OWN = frozenset(nn.Module().__dict__)
 _FOREIGN = frozenset((
     "torch", "numpy", "threading", "logging", "asyncio", "concurrent", "zmq", "pathlib", "multiprocessing", "weakref", "re",
@@ -67,9 +70,8 @@ def state_of(value: Any) -> dict[str, Any]:
     if isinstance(value, nn.Module):
         own = {name: held for name, held in list(vars(value).items()) if name not in _TORCH_OWN}
         return own | {name: held for name, held in list(value._modules.items()) if held is not None}
-    if hasattr(value, "__dict__"):
-        return dict(vars(value))
-    return {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+    slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
 
 
 def child_at(root: Any, path: Path) -> Any:
@@ -77,8 +79,10 @@ def child_at(root: Any, path: Path) -> Any:
     for label in path:
         container: Any = root
         key: Any = label
-        if isinstance(root, (dict, list, tuple)):
+        if isinstance(root, (*_MAPPINGS, *_SEQUENCES)):
             root = container[key]
+        elif isinstance(root, (set, frozenset)):
+            root = list(container)[key]
         elif isinstance(root, types.FunctionType):
             root = dict(captured_by(root))[str(label)]
         elif isinstance(root, functools.partial) and label != "func":
@@ -143,9 +147,9 @@ def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any
 
 def children_of(value: Any, boundary: Boundary) -> list[tuple[Hashable, Any]]:
     """What a container, a function or a helper holds, by the labels of `Path`; empty for all else."""
-    if isinstance(value, dict):
+    if isinstance(value, _MAPPINGS):
         return list(value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (*_SEQUENCES, set, frozenset)):
         return list(enumerate(value))
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__), ("__func__", value.__func__)]
@@ -225,7 +229,10 @@ def copied(value: Any, memo: dict[int, Any], tensor: Callable[[Tensor], Tensor],
 
 
 def captured_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that a function captured, by name."""
+    """The variables that a function captured, and the defaults of its arguments, by name."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not set yet
             yield name, cell.cell_contents

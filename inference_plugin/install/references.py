@@ -7,15 +7,17 @@ its caches of such values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from inference_plugin.install.graph import (
+    Boundary,
     Path,
     child_at,
+    children_of,
     helpers_under,
     is_helper,
     modules_under,
@@ -146,7 +148,8 @@ class LiveReferences:
             if (key := self._post.storages.key_in_live(tensor)) is not None:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
-                    self.views.append(LiveTensor(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
+                    table = _table(holder, path[-1], self._model.boundary)
+                    self.views.append(LiveTensor(key, table, path[-1], tensor))  # type: ignore[arg-type]
             elif path in constructed and path[0] not in kept:
                 continue
             elif not any(path[: len(known)] == known for known in explained):
@@ -202,8 +205,7 @@ def _holds_numbers(value: Any) -> bool:
     return any(isinstance(each, int | float) for each in held)
 
 
-def _table(holder: Any) -> Any:
-    """The dict or list in which `holder` keeps its attributes or items."""
-    if isinstance(holder, dict):
-        return holder
-    return dict(enumerate(holder)) if isinstance(holder, (list, tuple)) else vars(holder)
+def _table(holder: Any, name: Hashable, boundary: Boundary) -> Any:
+    """The dict in which `holder` keeps the value of this name; a copy of what it holds if that is in no dict."""
+    own = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    return own if name in own else dict(children_of(holder, boundary))
