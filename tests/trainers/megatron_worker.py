@@ -218,12 +218,18 @@ def gated_attention(checkpoints: Path) -> Result:
 
 
 def zero_centered_norms(checkpoints: Path) -> Result:
-    """Megatron holds norms less one, the checkpoint doesn't."""
+    """Megatron holds norms less one, the checkpoint doesn't. They travel in a wider dtype than they have here, in which one more
+    keeps their bits."""
     hf = config_of("llama", checkpoints)
-    layout = Layout(tp=2, te=True, overrides=(("layernorm_zero_centered_gamma", True),))
+    layout = Layout(tp=2, te=True, dtype=torch.bfloat16, overrides=(("layernorm_zero_centered_gamma", True),))
     layout.enter()
     chunks = build(hf, layout)
-    return {"place": place(), "trained": observe(MegatronAdapter(chunks, hf)), "raw": raw(chunks)}
+    with torch.no_grad():
+        for name, parameter in chunks[0].named_parameters():
+            if "norm" in name:
+                parameter.fill_(2.0**-12)
+    adapter = MegatronAdapter(chunks, hf, dtype_rules={"*norm.weight": torch.float32})
+    return {"place": place(), "trained": observe(adapter), "raw": raw(chunks)}
 
 
 def wrapped_in_float16_module(checkpoints: Path) -> Result:

@@ -25,6 +25,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import narrowed, torch_dtype
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import ExchangedSource, Inventory, SendAssignment
+from trainer_adapters.sources.lora.product import exact_copy
 from trainer_adapters.sources.megatron.architecture import Architecture
 from trainer_adapters.sources.megatron.chunks import Chunk, chunks_of
 from trainer_adapters.sources.megatron.dims import check_gathered
@@ -165,9 +166,12 @@ class MegatronAdapter(MegatronSource):
         values = narrowed(tensors[held.parameter].detach(), starts, box.sizes)
         if held.adapted and self._factors is not None:
             layer = held.parameter[0], held.parameter[1].rpartition(".")[0]
-            merged = self._factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
-            return LocalSlice(box, merged.to(torch_dtype(self._manifest.tensors[box.tensor].dtype)))
-        return LocalSlice(box, values + held.added if held.added else values)
+            made = self._factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
+        elif held.added:
+            made = exact_copy(values).add_(held.added)
+        else:
+            return LocalSlice(box, values)
+        return LocalSlice(box, made.to(torch_dtype(self._manifest.tensors[box.tensor].dtype)))
 
     def _tensors(self) -> dict[ParameterKey, torch.Tensor]:
         """The current parameters and buffers. Raises `ManifestMismatch` if they differ from those of the exchange."""
