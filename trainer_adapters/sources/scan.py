@@ -306,7 +306,7 @@ class ScannedSource(WeightSource):
         """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
         if not self._in_memory:
-            return self._one_by_one(plan, dict(planned))
+            return self._one_by_one(plan, planned)
         things: list[Any] = []
         if (infos := self._scan(things)) != plan.infos:
             raise _disagreement(plan.infos, infos)
@@ -318,8 +318,8 @@ class ScannedSource(WeightSource):
             for one in own:
                 yield LocalSlice(one.box, one.view_of(local))
 
-    def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        equal, self._kept = dict(self._slice_plan().kept_equal), []
+    def _one_by_one(self, plan: Plan, planned: Runs) -> Iterator[LocalSlice]:
+        own, equal, self._kept = _by_position(planned), _by_position(self._slice_plan().kept_equal), []
         # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
         position = 0
         for name, tensor in self._stream():
@@ -332,7 +332,7 @@ class ScannedSource(WeightSource):
                     hint="names, shapes, dtypes and order must stay the same; the next update scans the model again",
                     side="trainer",
                 )
-            for one in planned.get(position, ()):
+            for one in own.get(position, ()):
                 yield LocalSlice(one.box, one.view_of(self._local(tensor)))
             for one in equal.get(position, ()):
                 self._kept.append(LocalSlice(one.box, one.view_of(self._local(tensor)).to("cpu", copy=True)))
@@ -353,6 +353,13 @@ def _in_order(found: dict[int, list[PlannedSlice]]) -> Runs:
     every = [(one.box.tensor, position, one) for position, own in sorted(found.items()) for one in own]
     every.sort(key=itemgetter(0, 1))
     return [(position, [one for _, _, one in run]) for position, run in groupby(every, key=itemgetter(1))]
+
+
+def _by_position(runs: Runs) -> dict[int, list[PlannedSlice]]:
+    found: dict[int, list[PlannedSlice]] = {}
+    for position, own in runs:
+        found.setdefault(position, []).extend(own)
+    return found
 
 
 def _why_refilled(first: str, second: str) -> str:
