@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from inference_plugin.net.channel import Channel
 from inference_plugin.wire.errors import BatchError, ConfigError, PoolClosed, WeightwireError
 from inference_plugin.wire.messages import Announce, Announced, Done, LeavePool, Take, Work
 from inference_plugin.wire.messages.rollout import Finished, TaskRef
+from tests.batch.interrupts import interrupted
 from tests.batch.rollout_support import LocalWorker
 from tests.support.rig import eventually, runtime
 from trainer_adapters.batch.rollouts.pool import RolloutPool
@@ -119,6 +121,17 @@ def test_a_submit_that_the_user_interrupts_costs_no_other_task(
             assert pool.submit("good", "").result(LONG_S).task_id == "good"
             assert set(pool.next_batch(2, timeout_s=LONG_S).task_ids) == {"good", "runs"}
         eventually(lambda: set(heard) == {"cleared", "runs", "good"}, "the callbacks")
+
+
+def test_ctrl_c_at_any_point_of_a_call_leaves_the_pool_usable(directory: Path) -> None:
+    with RolloutPool() as pool:
+        version = 1
+        while interrupted(functools.partial(pool.set_version, version), after=version):
+            assert pool._lock.acquire(timeout=5), "the lock stays taken"
+            pool._lock.release()
+            version += 1
+        assert version > 5, "fewer calls than `set_version` makes"
+        assert pool.stats().version == version
 
 
 def test_a_wait_that_is_too_long_for_the_clock_loses_no_rollouts(directory: Path) -> None:

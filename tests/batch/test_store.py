@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -18,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import AuthError, BatchError, FetchFailed, StoreFull
+from tests.batch.interrupts import interrupted
 from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners, segment_descriptors
 from tests.batch.store_promises import SMALL, StorePromises
 from tests.support.rig import eventually, runtime
 from trainer_adapters.batch.filling import fill
 from trainer_adapters.batch.memory import LARGE_FROM_BYTES, PAGE, Block, BlockMemory
 from trainer_adapters.batch.parts import Sources
+from trainer_adapters.batch.records import ShardId
 from trainer_adapters.batch.store import Store
 
 
@@ -377,3 +380,25 @@ def test_a_clear_beside_puts_and_fetches_gives_the_rows_or_says_that_they_are_go
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_point_of_a_put_leaves_all_rows_and_the_store_usable(store: Store) -> None:
+    """The interrupted put stores all of its keys or none; no memory of rows that are held is written to again."""
+
+    def rows(value: int) -> dict[str, Any]:
+        return {"a": torch.full((1, 100), value), "b": torch.full((1, 200), value)}
+
+    value, before = 0, set[int]()
+    while True:
+        value += 1
+        was_interrupted = interrupted(functools.partial(store.put, "t", rows(value)), after=value)
+        assert store._lock.acquire(timeout=5), "the lock stays taken"
+        store._lock.release()
+        store.put(f"other {value}", rows(-value))  # into whatever memory counts as free
+        held = [store.get(ShardId("t", key)).tensor.unique().tolist() for key in "ab"] if "t" in store else [[], []]
+        assert held[0] == held[1] and set(held[0]) in ({value}, before)
+        before = set(held[0])
+        if not was_interrupted:
+            break
+    assert value > 50, "fewer calls than a put makes"

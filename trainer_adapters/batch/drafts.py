@@ -96,10 +96,11 @@ class Draft:
         """From now on what is written to it is this process's own. Returns the digest of what was written before."""
         segment = self.block.segment
         assert segment is not None
-        moved = _libc.mremap(self._private, self._mapped_bytes, self._mapped_bytes, MREMAP_FIXED, self._shared)
+        private, self._private = self._private, 0  # first: whoever ends the draft now must not unmap what has moved
+        moved = _libc.mremap(private, self._mapped_bytes, self._mapped_bytes, MREMAP_FIXED, self._shared)
         if moved == FAILED:
+            self._private = private
             raise _cannot_map(self.block)
-        self._private = 0
         return digest_spans(segment.memory, [(self.block.offset, self.block.nbytes)])[0]
 
     def held(self, entry: Entry) -> Holding:

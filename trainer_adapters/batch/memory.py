@@ -27,7 +27,7 @@ from inference_plugin.transports.segment import LARGE_PAGE_BYTES, SharedSegment
 from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.host_memory import gives_large_shared_pages
 
-__all__ = ["Block", "BlockMemory", "GivenBack", "Segment"]
+__all__ = ["Block", "BlockMemory", "Freeing", "GivenBack", "Segment"]
 
 ALIGNMENT_BYTES = 64
 """Enough for any dtype, for SIMD and for the one-pass copy with digest."""
@@ -300,6 +300,26 @@ class BlockMemory:
         segment.is_retired = True
         if segment is self._open:
             self._open = None
+
+
+class Freeing:
+    """Collects what is freed under the store's lock, and gives it back once the lock is released: `with Freeing(memory) as freed,
+    lock`. The `with` statement itself takes the lock, which is a plain one: where Python code takes a lock, Ctrl-C may raise
+    before the statement knows of it, and the lock stays taken.
+    """
+
+    __slots__ = ("_freed", "_memory")
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._freed: list[GivenBack] = []
+
+    def __enter__(self) -> list[GivenBack]:
+        return self._freed
+
+    def __exit__(self, *_: object) -> None:
+        if self._freed:
+            self._memory.give_back(self._freed)
 
 
 def _occupied(nbytes: int) -> int:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases, check_rows
 from trainer_adapters.batch.limits import asker, check_budget, check_process, checked_count, checked_seconds
-from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
+from trainer_adapters.batch.memory import Block, BlockMemory, Freeing, GivenBack
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, StoreStats, VersionSpan, listed_tasks
 from trainer_adapters.batch.server import StoreServer
@@ -68,7 +68,8 @@ class Store(Closing):
         self._tasks: dict[str, dict[str, Holding]] = {}
         self._cleared: dict[str, None] = {}
         self._taken_bytes = self._current_bytes = self._leased_bytes = 0
-        self._lock = Condition()
+        self._lock = Lock()
+        self._has_room = Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._is_closed = False
         owner_id = new_replica_id(name)
@@ -102,7 +103,7 @@ class Store(Closing):
             draft.map(block, fd)
         except BaseException:
             if not draft.is_mapped:
-                with _Changing(self) as freed:
+                with Freeing(self._memory) as freed, self._lock:
                     self._free(block, freed)
             raise
         return torch.from_numpy(draft.array()).view(dtype).view(sizes)
@@ -144,21 +145,25 @@ class Store(Closing):
             entries = tuple(
                 [entry_of(shard, one.part, owner, digest, versions, one.nbytes) for (shard, one), digest in stored]
             )
-            with _Changing(self) as freed:
+            with Freeing(self._memory) as freed, self._lock:
                 self._check_open()
-                check_rows(task_id, self._tasks.get(task_id), entries)
-                held = self._tasks.setdefault(task_id, {})
-                self._cleared.pop(task_id, None)
+                held = self._tasks.get(task_id, {})
+                check_rows(task_id, held, entries)
+                replaced = [held[entry.shard.key] for entry in entries if entry.shard.key in held]
+                now = dict(held)
                 for i, (entry, block) in enumerate(zip(entries, blocks, strict=True)):
-                    if (replaced := held.get(entry.shard.key)) is not None:
-                        self._outdate(replaced, freed)
-                    holding = drafts[i].held(entry) if i in drafts else Holding(entry, block)
-                    held[entry.shard.key] = holding
-                    self._current_bytes += holding.block.nbytes
+                    now[entry.shard.key] = drafts[i].held(entry) if i in drafts else Holding(entry, block)
+                nbytes = sum(sizes)
+                # All at once, without a call after which Ctrl-C could raise: what the store holds is not freed below.
                 blocks = []
+                self._tasks[task_id] = now
+                self._current_bytes += nbytes
+                self._cleared.pop(task_id, None)
+                for holding in replaced:
+                    self._outdate(holding, freed)
         finally:
             if blocks:  # nothing was stored
-                with _Changing(self) as freed:
+                with Freeing(self._memory) as freed, self._lock:
                     if not is_written:
                         self._memory.retire(blocks)
                     for block in blocks:
@@ -178,7 +183,7 @@ class Store(Closing):
             copied = torch.empty(held.block.nbytes, dtype=torch.uint8, device="cpu")
             copied.numpy()[:] = held.block.memory
         finally:
-            with _Changing(self) as freed:
+            with Freeing(self._memory) as freed, self._lock:
                 self._unread((held,), freed)
         return part_of(held.entry, copied)
 
@@ -212,7 +217,7 @@ class Store(Closing):
             if self._is_closed:
                 return
             self._is_closed = True
-            self._lock.notify_all()
+            self._has_room.notify_all()
         self._server.close()
         if self.owner.address.startswith("ipc://"):
             Path(self.owner.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -235,12 +240,12 @@ class Store(Closing):
             return [holding.block for holding in lease.given], lease.refused
 
     def end_leases(self, session: str, ends: Iterable[LeaseEnd]) -> None:
-        with _Changing(self) as freed:
+        with Freeing(self._memory) as freed, self._lock:
             self._unread(self._leases.end(session, ends), freed, counted=True)
 
     def end_leases_of(self, processes: Collection[ProcessId]) -> None:
         """Ends the leases of processes that are gone. A child that such a process had forked may still map what it read."""
-        with _Changing(self) as freed:
+        with Freeing(self._memory) as freed, self._lock:
             holdings = self._leases.end_of(processes)
             self._memory.retire(holding.block for holding in holdings)
             self._unread(holdings, freed, counted=True)
@@ -266,13 +271,13 @@ class Store(Closing):
                 at += end - start
             return data, refused
         finally:
-            with _Changing(self) as freed:
+            with Freeing(self._memory) as freed, self._lock:
                 self._unread(found, freed)
 
     def drop(self, task_ids: Iterable[str]) -> list[str]:
         """Drops all shards of tasks; returns the ids of which nothing was held."""
         unknown = []
-        with _Changing(self) as freed:
+        with Freeing(self._memory) as freed, self._lock:
             for task_id in task_ids:
                 if (held := self._tasks.pop(task_id, None)) is None:
                     unknown.append(task_id)
@@ -286,23 +291,25 @@ class Store(Closing):
 
     def free_drafts(self) -> None:
         """Frees what drafts held that have ended."""
-        with _Changing(self):
-            pass
+        with Freeing(self._memory) as freed, self._lock:
+            self._take_ended(freed)
 
     # --- under the lock --------------------------------------------------------------------------------------------------
 
     def _reserve(self, task_id: str | None, sizes: Sequence[int], timeout_s: float) -> list[Block]:
         """Blocks for a put, or for an empty tensor, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
-        with _Changing(self) as freed:
+        with Freeing(self._memory) as freed, self._lock:
             self._check_open()
+            self._take_ended(freed)
             if self._waiting or self._taken_bytes + needed > self._budget_bytes:
                 self._wait_for_room(task_id, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
-                    blocks.append(self._memory.allocate(nbytes))
+                    block = self._memory.allocate(nbytes)
                     self._taken_bytes += nbytes
+                    blocks.append(block)
                 if (excess := self._taken_bytes + self._memory.spare_bytes - self._budget_bytes) > 0:
                     freed += self._memory.trim(excess)
             except BaseException:  # no segment could be made
@@ -318,11 +325,12 @@ class Store(Closing):
         self._waiting.append(mine)
         try:
             while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
-                if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
+                if not self._has_room.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
                     raise self._full(task_id, needed, timeout_s)
                 self._check_open()
         finally:
             self._waiting.remove(mine)
+            self._has_room.notify_all()  # the next one's turn
 
     def _full(self, task_id: str | None, needed: int, timeout_s: float) -> StoreFull:
         return StoreFull(
@@ -365,36 +373,18 @@ class Store(Closing):
     def _free(self, block: Block, freed: list[GivenBack]) -> None:
         self._taken_bytes -= block.nbytes
         freed += self._memory.free(block)
+        if self._waiting:
+            self._has_room.notify_all()
+
+    def _take_ended(self, freed: list[GivenBack]) -> None:
+        """Frees what drafts held that have ended."""
+        while self._drafts.ended:
+            ended = self._drafts.ended.popleft()
+            if isinstance(ended, Block):
+                self._free(ended, freed)
+            else:
+                self._unread((ended,), freed)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ProtocolError(f"the store {self.owner.id} is closed")
-
-
-class _Changing:
-    """Holds a store's lock; afterwards wakes those who wait for room, and gives back the memory that was freed."""
-
-    __slots__ = ("_freed", "_store")
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._freed: list[GivenBack] = []
-
-    def __enter__(self) -> list[GivenBack]:
-        store = self._store
-        store._lock.acquire()
-        while store._drafts.ended:
-            ended = store._drafts.ended.popleft()
-            if isinstance(ended, Block):
-                store._free(ended, self._freed)
-            else:
-                store._unread((ended,), self._freed)
-        return self._freed
-
-    def __exit__(self, *_: object) -> None:
-        store = self._store
-        if store._waiting:
-            store._lock.notify_all()
-        store._lock.release()
-        if self._freed:
-            store._memory.give_back(self._freed)

@@ -215,7 +215,7 @@ class RolloutPool(Closing, Service):
         if os.getpid() != self._pid:
             return
         self._on(Closed())
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: all(each.silent for each in self._machine.workers.values()), STOP_S)
             listeners, self._listeners = self._listeners, {}
         self._server.close()
@@ -282,7 +282,7 @@ class RolloutPool(Closing, Service):
     def _on(self, event: Event, now_s: float | None = None, *, future: RolloutFuture | None = None) -> Sequence[Action]:
         """Any thread: gives an event to the machine and performs the actions. `future`: that of a submitted task."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
             if future is not None:
                 self._futures[future.task_id] = future
