@@ -353,7 +353,13 @@ def test_a_fetch_that_is_cancelled_ends(directory: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
+        async def abandoned() -> None:  # as the end of a loop does with what still waits
+            fetch = afetch_entries(still.entries, {still.owner.id: still.owner}, timeout_s=LONG_S, have={})
+            fetch.send(None)
+            fetch.close()
+
         asyncio.run(cancelled())
+        asyncio.run(abandoned())
         eventually(
             lambda: not any(one.name == "weightwire-fetch" for one in set(threading.enumerate()) - before),
             "the thread's end",

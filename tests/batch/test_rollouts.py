@@ -334,7 +334,24 @@ def test_cancelling_what_waits_in_asyncio_cancels_the_task(pools: Any, directory
             await asyncio.wait_for(asyncio.wrap_future(pool.submit("b", {})), 0.05)
 
     asyncio.run(give_up())
-    assert pool.stats().cancelled == 2 and pool.stats().queued == 0
+    abandoned = pool.asubmit("c", {})
+
+    async def abandon() -> None:  # as the end of a loop does with what still waits
+        abandoned.send(None)
+        abandoned.close()
+
+    asyncio.run(abandon())
+    assert pool.stats().cancelled == 3 and pool.stats().queued == 0
+
+
+def test_the_future_of_a_task_that_ended_cancels_no_other_task_of_its_id(pools: Any) -> None:
+    pool = pools()
+    earlier = pool.submit("t", {})
+    assert earlier.cancel()
+    again = pool.submit("t", {})
+    assert earlier.cancel()  # it is cancelled already
+    assert not again.done() and pool.stats().queued == 1
+    assert again.cancel() and pool.stats().queued == 0
 
 
 def test_close_fails_what_is_pending_stops_the_workers_and_may_be_called_twice(pools: Any, directory: Path) -> None:

@@ -102,7 +102,7 @@ async def afetch_entries(
     start_thread(run, name="weightwire-fetch", stop=fetch.cancel)
     try:
         error = await done
-    except asyncio.CancelledError:
+    except BaseException:  # cancelled, or the loop ends
         fetch.cancel()
         raise
     if error is not None:

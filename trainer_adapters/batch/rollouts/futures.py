@@ -78,7 +78,7 @@ class RolloutFuture(Future["Rollout"]):
     `cancel` cancels the task at its worker too. Callbacks run on a thread of the pool's own, so they may take their time.
     """
 
-    def __init__(self, task_id: str, cancel: Callable[[str], bool], callbacks: CallbackThread) -> None:
+    def __init__(self, task_id: str, cancel: Callable[[RolloutFuture], bool], callbacks: CallbackThread) -> None:
         super().__init__()
         self.task_id = task_id
         self._cancel_task = cancel
@@ -86,7 +86,7 @@ class RolloutFuture(Future["Rollout"]):
 
     def cancel(self) -> bool:
         """Whether the task is cancelled now; false where it had ended."""
-        return self._cancel_task(self.task_id) or self.cancelled()
+        return self._cancel_task(self) or self.cancelled()
 
     def add_done_callback(self, fn: Callable[[Future[Rollout]], object]) -> None:
         super().add_done_callback(lambda future: self._callbacks.call(fn, future))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -135,7 +134,7 @@ class RolloutPool(Closing, Service):
             deadline_s = checked_seconds("deadline_s", deadline_s, above_zero=True)
         ShardId(task_id, "-")  # raises for what can't be an id
         event = Submitted(task_id, encoded_payload(task_id, payload), deadline_s)
-        future = RolloutFuture(task_id, self.cancel, self._callbacks)
+        future = RolloutFuture(task_id, self._cancel, self._callbacks)
         self._on(event, future=future)
         return future
 
@@ -144,7 +143,7 @@ class RolloutPool(Closing, Service):
         future = self.submit(task_id, payload, deadline_s=deadline_s)
         try:
             return await in_loop(future, future.on_end)
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or the loop ends; a task that has ended stays as it is
             future.cancel()
             raise
 
@@ -279,10 +278,24 @@ class RolloutPool(Closing, Service):
 
     # --- events and actions ----------------------------------------------------------------------------------------------
 
-    def _on(self, event: Event, now_s: float | None = None, *, future: RolloutFuture | None = None) -> Sequence[Action]:
-        """Any thread: gives an event to the machine and performs the actions. `future`: that of a submitted task."""
+    def _cancel(self, future: RolloutFuture) -> bool:
+        """As `cancel`, but not the task of another future: an id may be submitted again."""
+        return any(isinstance(action, Finish) for action in self._on(CancelAsked(future.task_id), of=future))
+
+    def _on(
+        self,
+        event: Event,
+        now_s: float | None = None,
+        *,
+        future: RolloutFuture | None = None,
+        of: RolloutFuture | None = None,
+    ) -> Sequence[Action]:
+        """Any thread: gives an event to the machine and performs the actions. `future`: that of a submitted task. Does nothing if
+        the future `of` has ended."""
         self._check_process()
         with self._lock:
+            if of is not None and self._futures.get(of.task_id) is not of:
+                return ()
             actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
             if future is not None:
                 self._futures[future.task_id] = future
