@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.batch.owners import (
     tell,
 )
 from tests.support.rig import ROOT, eventually, fork, kill, runtime
+from trainer_adapters.batch import client, consumer
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import ShardId
@@ -310,6 +312,62 @@ def test_rows_that_can_t_be_mapped_are_pulled(store: Store, monkeypatch: pytest.
     assert sent == ["Lease", "Pull"] and len(have) == 20
     assert as_bytes(have[ShardId("t3", "ragged")]) == as_bytes(local_part(rows_of("t3")["ragged"]))
     eventually(lambda: leased_to_nobody(store), "the end of the leases")
+
+
+def test_rows_that_can_t_be_mapped_are_pulled_by_one_connection_where_there_is_no_second(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where descriptors run out, both fail: mapping rows, and another connection to pull them."""
+    entries = store.put("t", rows_of("t", 100_000))
+    connect = client._connect
+    made: list[Any] = []
+
+    def scarce(*_: Any, **__: Any) -> Any:
+        raise TransportUnavailable("no descriptor is free")
+
+    def connected(owner: Any) -> Any:
+        made.append(scarce() if made else connect(owner))
+        return made[-1]
+
+    monkeypatch.setattr(client, "MAX_PULL_BYTES", 1 << 16)  # several pulls
+    monkeypatch.setattr(SharedSegment, "attach", scarce)
+    monkeypatch.setattr(client, "_connect", connected)
+    have = fetched(entries, store.owner)
+    assert all(as_bytes(have[entry.shard]) == as_bytes(store.get(entry.shard)) for entry in entries)
+
+
+def test_a_lease_of_which_every_shard_is_refused_leaves_nothing_at_the_owner(store: Store) -> None:
+    entries = store.put("t", rows_of("t"))
+    store.clear(["t"])
+    with pytest.raises(FetchFailed, match="it was cleared"):
+        fetched(entries, store.owner)
+    eventually(lambda: leased_to_nobody(store), "the end of the lease")
+
+
+def test_both_processes_that_two_threads_fork_at_once_keep_the_leases(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python may change threads between the hooks of a fork: both run those before it, then both those after it."""
+    (entry, *_) = store.put("t", rows_of("t"))
+    have = fetched([entry], store.owner)
+    forks: list[int] = []
+    monkeypatch.setattr(consumer.Consumer, "forked", lambda _, fd: forks.append(fd))
+    both = threading.Barrier(2)
+
+    def fork_hooks() -> None:
+        consumer._before_fork()
+        both.wait(60)
+        consumer._after_fork_in_parent()
+
+    threads = [threading.Thread(target=fork_hooks) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(forks)) == 2
+    for fd in forks:
+        os.close(fd)
+    have.clear()
 
 
 def test_a_process_that_was_forked_fetches_for_itself_and_ends_no_lease_of_its_parent(store: Store) -> None:

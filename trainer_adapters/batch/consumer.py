@@ -312,34 +312,38 @@ def consumer() -> Consumer:
         return _consumer
 
 
+class _Forking(threading.local):
+    """The pipe of the fork that a thread makes just now. Python may change threads between the hooks below."""
+
+    pipe: tuple[int, int] | None = None
+
+
 def _before_fork() -> None:
     """Makes the pipe that tells when the child has ended, if this process has leases."""
-    global _pipe
-    _pipe = None
+    _forking.pipe = None
     if _consumer is not None and _consumer.pid == os.getpid():
         try:
-            _pipe = os.pipe2(os.O_CLOEXEC)
+            _forking.pipe = os.pipe2(os.O_CLOEXEC)
         except OSError:  # no free descriptor
-            _pipe = (-1, -1)
+            _forking.pipe = (-1, -1)
 
 
 def _after_fork_in_parent() -> None:
-    global _pipe
-    if _pipe is None or _consumer is None:
+    if _forking.pipe is None or _consumer is None:
         return
-    (reading, writing), _pipe = _pipe, None
+    (reading, writing), _forking.pipe = _forking.pipe, None
     if writing >= 0:
         os.close(writing)
     _consumer.forked(reading)
 
 
 def _after_fork_in_child() -> None:
-    global _making, _pipe
+    global _making
     _making = threading.Lock()
-    if _pipe is not None and _pipe[0] >= 0:
-        os.close(_pipe[0])  # the other end stays open for as long as this process lives
-    _pipe = None
+    if _forking.pipe is not None and _forking.pipe[0] >= 0:
+        os.close(_forking.pipe[0])  # the other end stays open for as long as this process lives
+    _forking.pipe = None
 
 
-_pipe: tuple[int, int] | None = None
+_forking = _Forking()
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
