@@ -147,6 +147,9 @@ class LeaseExchange(Exchange):
         leased = _accepted(self.entries, reply.refused, arrivals)
         if len(leased) != len(reply.places):
             raise ProtocolError(f"{self._owner.id} leased {len(reply.places)} shards, not {len(leased)}")
+        if not leased:
+            self.give_up()  # no shard will end it
+            return
         try:
             segments = [self._consumer.map(segment, self._owner, self._number) for segment in reply.segments]
         except TransportUnavailable:
