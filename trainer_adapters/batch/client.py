@@ -282,10 +282,14 @@ class _Source:
         self._waiting: list[Exchange] = []
 
     def add(self, exchanges: Sequence[Exchange]) -> None:
-        """Queues requests, and opens the channels that they need."""
+        """Queues requests, and opens the channels that they need. Raises `WeightwireError` where there is none."""
         self._waiting += reversed(exchanges)
-        while len(self._channels) < min(PULLS_AT_ONCE, len(self._waiting)):
-            self._channels.append(_connect(self.owner))
+        try:
+            while len(self._channels) < min(PULLS_AT_ONCE, len(self._waiting)):
+                self._channels.append(_connect(self.owner))
+        except WeightwireError:
+            if not self._channels:
+                raise  # else the others do: no descriptor is free for more, say
         for channel in self._channels:
             if channel not in self.open:
                 self.ask(channel)
