@@ -188,6 +188,32 @@ def test_an_index_that_points_elsewhere_is_refused() -> None:
             DistributedBatch.from_bytes(msgspec.msgpack.encode(list(fields.values())))
 
 
+def test_a_few_bytes_can_t_make_their_reader_count_for_hours() -> None:
+    """100,000 entries of 100,000 rows each, whose lengths are written once."""
+    count, fields = 100_000, unpacked()
+    column = dict(zip(packing.PackedColumn.__struct_fields__, fields["columns"][0], strict=True))
+    column |= {"kind": 1, "dtype": "uint8", "item_shape": [], "digests": bytes(8 * count), "tasks": [0] * count}
+    column |= {"rows": [count], "kinds": [1], "shapes": [[]], "lengths": [[0] * count], "versions": [0], "owners": [0]}
+    fields |= {"rows": count, "columns": [list(column.values())]}
+    fields["indices"] = [[np.arange(count, dtype="<u4").tobytes(), bytes(4 * count)]]
+    with pytest.raises(ProtocolError, match="repeats 10000000000 lengths"):
+        DistributedBatch.from_bytes(msgspec.msgpack.encode(list(fields.values())))
+
+
+def test_a_few_bytes_can_t_make_their_reader_build_an_index_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys whose entries have other numbers of rows have an index of their own, also where all rows are in order."""
+    entries = [
+        Entry(ShardId(f"{key}{rows}", key), rows, Kind.VALUES, "", (), (), 9, 0, None, "store-1")
+        for key, counts in (("a", (1, 2)), ("b", (2, 1)))
+        for rows in counts
+    ]
+    data = DistributedBatch.of_entries(entries, [Owner("store-1", "ipc:///x")]).to_bytes()
+    assert len(DistributedBatch.from_bytes(data)) == 3
+    monkeypatch.setattr(packing, "MAX_INDEXED_ROWS", 5)
+    with pytest.raises(ProtocolError, match="3 rows with more than 1 indices is too large"):
+        DistributedBatch.from_bytes(data)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged_bytes_are_a_batch_or_a_protocol_error(data: st.DataObject) -> None:

@@ -46,6 +46,9 @@ MAX_BATCH_ROWS = 1 << 24
 MAX_INDEXED_ROWS = 1 << 26
 """Largest number of rows in all indices of a batch together: it bounds what a few bytes of a peer make this process
 allocate."""
+MAX_REPEATED_LENGTHS = 1 << 27
+"""Largest number of lengths that are written once and meant for many entries, in all columns together: it bounds the time that a
+few bytes of a peer take."""
 
 
 class PackedIndex(msgspec.Struct, frozen=True, array_like=True):
@@ -141,8 +144,11 @@ def unpack(data: bytes) -> tuple[dict[str, Column], tuple[Owner, ...], dict[str,
             f"a batch of format {batch.format}; this side reads {FORMAT}",
             hint="install the same weightwire version on both sides",
         )
-    if batch.rows * len(batch.indices) > MAX_INDEXED_ROWS:
-        raise ProtocolError(f"a batch of {batch.rows} rows with {len(batch.indices)} indices is too large")
+    repeated = sum(
+        len(packed.lengths[0]) * (len(packed.digests) // 8) for packed in batch.columns if len(packed.lengths) == 1
+    )
+    if repeated > MAX_REPEATED_LENGTHS:
+        raise ProtocolError(f"a batch that repeats {repeated} lengths is too large")
     built: dict[tuple[int, tuple[int, ...]], RowIndex] = {}
     columns: dict[str, Column] = {}
     try:
@@ -163,6 +169,8 @@ def _column(batch: PackedBatch, packed: PackedColumn, built: dict[tuple[int, tup
     rows = _each(packed.rows, len(digests))
     index = built.get((packed.index, packed.rows))
     if index is None or index.parts != len(digests):
+        if batch.rows * (len(built) + 1) > MAX_INDEXED_ROWS:
+            raise ProtocolError(f"a batch of {batch.rows} rows with more than {len(built)} indices is too large")
         index = built[packed.index, packed.rows] = _index(batch.indices[packed.index], rows, batch.rows)
     entries = _entries(batch, packed, rows, digests)
     for found in Schema.all_of(entries):
