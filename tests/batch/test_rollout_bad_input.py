@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from tests.support.rig import eventually, runtime
 from trainer_adapters.batch.records import Entry, Kind, Owner, ShardId
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import RolloutWorker
+from trainer_adapters.batch.store import Store
 
 LONG_S = 60.0
 OWNER = Owner("store-by-hand", "ipc:///nowhere")
@@ -164,7 +166,7 @@ def test_metadata_that_is_wrong_fails_its_task_with_a_typed_error(
     future = pool.submit("a", {})
     (task,) = asking.request(take(pool), Work, timeout_s=LONG_S).tasks
     reply = asking.request(announce(pool, TaskRef("a", task.attempt), entries), Announced, timeout_s=LONG_S)
-    assert reply == Announced()
+    assert reply == Announced((TaskRef("a", task.attempt),))  # the worker clears the rows that it may hold
     with pytest.raises(ProtocolError, match=match):
         future.result(LONG_S)
     assert pool.stats().ready == 0 and pool.stats().failed == 1
@@ -271,5 +273,9 @@ def test_settings_that_are_invalid_are_refused(pool: RolloutPool, directory: Pat
         pool.next_batch(1, timeout_s=0)
     with pytest.raises(ConfigError, match="slots=0"):
         RolloutWorker(generate, slots=0, store=None)  # type: ignore[arg-type]
+    threads = set(threading.enumerate())
+    with Store(budget_bytes=1 << 20) as store, pytest.raises(ConfigError, match="put_timeout_s=-1"):
+        RolloutWorker(generate, slots=1, store=store, put_timeout_s=-1)
+    assert set(threading.enumerate()) <= threads
     assert [path.name for path in directory.glob("default/pool-*")] == [f"{pool.name}.p"]
     assert issubclass(PoolClosed, WeightwireError) and isinstance(Done(), Body)

@@ -114,8 +114,8 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
-    """Answer to `Announce`. `dropped`: attempts that the pool does not want (cancelled, timed out, unknown); the worker clears
-    their rows from its store. All others are the pool's now."""
+    """Answer to `Announce`. `dropped`: attempts that the pool does not want (cancelled, timed out, unknown, with wrong metadata);
+    the worker clears their rows from its store. All others are the pool's now."""
 
     dropped: Annotated[tuple[TaskRef, ...], msgspec.Meta(max_length=MAX_ANNOUNCED)] = ()
 

@@ -266,8 +266,10 @@ class PoolMachine:
             return True
         worker.accepted.add(ref)
         if result.error is not None:
+            if result.is_refused:
+                worker.accepted.discard(ref)
             self._fail(ref.task_id, result.error)
-            return True
+            return not result.is_refused
         rollout = Rollout(ref.task_id, result.entries, worker.owner, dict(result.tags or {}))
         limit = next((waiter.max_staleness for waiter in self.waiters.values()), None)
         if (stale := staleness(rollout, self.version, limit)) is not None:

@@ -123,12 +123,14 @@ class TakeCame:
 
 @dataclass(frozen=True)
 class Result:
-    """One finished task of an announcement: entries, or the error."""
+    """One finished task of an announcement: entries, or the error. `is_refused`: the error is the pool's own, and the worker may
+    hold rows."""
 
     ref: TaskRef
     entries: tuple[Entry, ...] = ()
     tags: Tags | None = None
     error: WeightwireError | None = None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class RolloutPool(Closing, Service):
                 known = self._machine.workers.get(worker)
             check_entries(finished.ref.task_id, entries, known.owner.id if known is not None else None)
         except WeightwireError as error:
-            return Result(finished.ref, error=error.at(side="rollout pool"))
+            return Result(finished.ref, error=error.at(side="rollout pool"), is_refused=True)
         return Result(finished.ref, entries, finished.tags)
 
     # --- events and actions ----------------------------------------------------------------------------------------------

@@ -114,7 +114,6 @@ class RolloutWorker(Closing):
         silence_s = Config.from_environment().but(silence_s=silence_s).silence_s
         self.store = store
         self.name = new_replica_id("rollout")
-        self.collectives = SerialExecutor("weightwire-collectives")
         self._generate = generate
         self._slots = slots
         self._put_timeout_s = checked_seconds("put_timeout_s", put_timeout_s)
@@ -127,6 +126,9 @@ class RolloutWorker(Closing):
         self._prune_at = PRUNE_FROM
         self._closed = self._loop_ends = False
         self._pid = os.getpid()
+        self.collectives = SerialExecutor(
+            "weightwire-collectives"
+        )  # threads begin here: nothing above may leave one behind
         self._puts = SerialExecutor("weightwire-rollout-puts")
         self._running = asyncio.Semaphore(slots)
         self._loop = asyncio.new_event_loop()
