@@ -16,6 +16,7 @@ from tests.support.rig import runtime
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks, fetch_entries
 from trainer_adapters.batch.nested import localize, remotize
+from trainer_adapters.batch.records import VersionSpan
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import RolloutWorker
 from trainer_adapters.batch.store import Store
@@ -99,3 +100,14 @@ def test_a_meta_tensor_has_no_values_to_put(store: Store) -> None:
     for value in (torch.nested.nested_tensor(rows, layout=torch.jagged, device="meta"), rows, rows[0]):
         with pytest.raises(BatchError, match="meta device has a shape, but no values"):
             store.put("t", {"k": value})
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e9, "1000", True], ids=repr)
+def test_a_budget_that_is_no_number_of_bytes_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"budget_bytes=.* give a whole number, 1 or more"):
+        Store(budget_bytes=wrong)
+
+
+def test_a_version_that_no_message_can_carry_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"versions 0 to 4611686018427387904 are no span"):
+        VersionSpan(0, 1 << 62)

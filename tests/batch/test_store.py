@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire.errors import AuthError, BatchError, FetchFailed, StoreFull
+from inference_plugin.wire.errors import AuthError, BatchError, FetchFailed, ProtocolError, StoreFull
 from tests.batch.interrupts import interrupted
 from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners, segment_descriptors
 from tests.batch.store_promises import SMALL, StorePromises
@@ -60,6 +60,13 @@ def test_a_shard_that_is_replaced_lives_on_for_its_readers(store: Store) -> None
     assert not have[first.shard].tensor.any() and fetched([second], store.owner)[second.shard].tensor.all()
     have.clear()
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the lease")
+
+
+def test_a_closed_store_says_so_when_it_is_asked_for_a_shard(store: Store) -> None:
+    (entry,) = store.put("t", {"a": [1]})
+    store.close()
+    with pytest.raises(ProtocolError, match="is closed"):
+        store.get(entry.shard)
 
 
 def test_a_forked_child_can_neither_write_over_its_parents_rows_nor_close_its_parents_store(store: Store) -> None:

@@ -356,11 +356,11 @@ class DistributedBatch(BatchMetadata):
         return batch
 
     def _take(self, rows: Ints | slice) -> DistributedBatch:
-        taken: dict[int, Taken] = {}  # columns that share an index go on to share one, and it is computed once
+        taken: dict[RowIndex, Taken] = {}  # columns that share an index go on to share one, and it is computed once
 
         def take(index: RowIndex) -> Taken:
-            if (found := taken.get(id(index))) is None:
-                found = taken[id(index)] = index.take(rows)
+            if (found := taken.get(index)) is None:
+                found = taken[index] = index.take(rows)
             return found
 
         return self._like({key: column.take(take) for key, column in self._columns.items()})

@@ -26,7 +26,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
 from trainer_adapters.batch.inputs import parts_of_task
-from trainer_adapters.batch.limits import checked_seconds
+from trainer_adapters.batch.limits import checked_count, checked_seconds
 from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.ray_directory import Numbers, RowDirectory
 from trainer_adapters.batch.ray_rows import NAMESPACE, SCHEME, bytes_of, ray_errors, ray_library, wanted
@@ -52,8 +52,7 @@ class RayStore(Closing):
     """
 
     def __init__(self, *, budget_bytes: int, name: str = "store") -> None:
-        if budget_bytes <= 0:
-            raise ValueError(f"budget_bytes={budget_bytes}: give a number of bytes above 0")
+        budget_bytes = checked_count("budget_bytes", budget_bytes, 1)
         if not (name.isascii() and name.isalpha() and name.islower()):
             raise ValueError(f"name={name!r}: use lower-case letters")
         self._ray = ray_library()

@@ -40,6 +40,7 @@ MAX_ROWS = 1 << 20
 MAX_DIMS = 16
 MAX_DIM = 1 << 40
 MAX_ENTRY_BYTES = 1 << 44
+MAX_VERSION = 1 << 62
 
 TagValue: TypeAlias = bool | int | float | str | None
 Tags: TypeAlias = Mapping[str, TagValue]
@@ -95,8 +96,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last: Version
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.last:
-            raise BatchError(f"versions {self.first} to {self.last} are no span: need 0 <= first <= last")
+        if not 0 <= self.first <= self.last < MAX_VERSION:
+            raise BatchError(f"versions {self.first} to {self.last} are no span: need 0 <= first <= last < 2**62")
 
     def __str__(self) -> str:
         return str(self.first) if self.first == self.last else f"{self.first}..{self.last}"

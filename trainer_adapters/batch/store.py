@@ -58,8 +58,7 @@ class Store(Closing):
     """
 
     def __init__(self, *, budget_bytes: int, address: str | None = None, name: str = "store") -> None:
-        if budget_bytes <= 0:
-            raise ValueError(f"budget_bytes={budget_bytes}: give a number of bytes above 0")
+        budget_bytes = checked_count("budget_bytes", budget_bytes, 1)
         if not (name.isascii() and name.isalpha() and name.islower()):
             raise ValueError(f"name={name!r}: use lower-case letters")
         self._budget_bytes = budget_bytes
@@ -174,6 +173,7 @@ class Store(Closing):
         """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
         check_process(self.owner)
         with self._lock:
+            self._check_open()
             held = self._tasks.get(shard.task_id, {}).get(shard.key)
             if held is None:
                 why = "was cleared" if shard.task_id in self._cleared else "is unknown"
