@@ -102,7 +102,7 @@ class SharedSegment:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return SharedSegment(fd, nbytes, secrets.token_hex(8), writable=True)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(fd)
             hint = "free memory, or raise this process's limits (`ulimit -a`)"
             raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}", hint=hint) from error

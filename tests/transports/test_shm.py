@@ -393,6 +393,14 @@ def test_pythons_resource_tracker_never_hears_of_a_segment(monkeypatch: pytest.M
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def test_a_size_that_no_system_has_is_refused_and_leaves_no_descriptor() -> None:
+    descriptors = open_files()
+    for nbytes in (1 << 62, 1 << 64):
+        with pytest.raises(TransportUnavailable, match="can't be made"):
+            SharedSegment.create(nbytes)
+    assert open_files() <= descriptors
+
+
 @pytest.fixture
 def segment() -> Iterator[SharedSegment]:
     made = SharedSegment.create(8192)
