@@ -91,8 +91,7 @@ def token_counts(column: Column) -> Ints:
         return column.lengths()
     value = column.value()
     if schema.kind is Kind.DENSE:
-        counts = value.detach().cpu().numpy() if not schema.item_shape else (value != 0).flatten(1).sum(1).cpu().numpy()
-        return whole_numbers(f"key {column.key!r}", counts)
+        value = (value != 0).flatten(1).sum(1) if schema.item_shape else value
     return whole_numbers(f"key {column.key!r}", value)
 
 
