@@ -25,6 +25,7 @@ def made(*lengths: int) -> DistributedBatch:
             "attention_mask": [torch.ones(n, dtype=torch.bool) for n in lengths],
             "states": [torch.ones(n, 2) for n in lengths],
             "reward": torch.ones(len(lengths)),
+            "score": torch.ones(len(lengths), dtype=torch.bfloat16),
             "tag": ["x"] * len(lengths),
         }
     )
@@ -91,12 +92,32 @@ def test_every_dtype_is_padded(dtype: str) -> None:
         (torch.int8, 1000),
         (torch.int64, float("nan")),
         (torch.int64, "0"),
+        (torch.float16, 70_000.0),
+        (torch.float16, -1e300),
+        (torch.complex64, 1e300),
+        (torch.float8_e4m3fn, 500.0),  # would be 448
+        (torch.float8_e4m3fn, float("inf")),
+        (torch.float8_e4m3fnuz, 300.0),  # would be nan
     ],
 )
 def test_a_pad_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, pad: Any) -> None:
     batch = DistributedBatch({"x": [torch.ones(n).to(dtype) for n in (1, 2)]})
     with pytest.raises(BatchError, match=r"pad .* of key 'x'"):
         batch.padded(pad)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this torch lacks the dtype")
+@pytest.mark.parametrize(("key", "pad"), [("x", 0), ("x", -1.0), ("x_mask", 1)])
+def test_a_dtype_without_zero_and_sign_is_not_padded_with_them(key: str, pad: Any) -> None:
+    batch = DistributedBatch({key: [torch.ones(n).to(torch.float8_e8m0fnu) for n in (1, 2)]})
+    with pytest.raises(BatchError, match=f"pad .* of key '{key}'"):
+        batch.padded(pad)
+
+
+@pytest.mark.parametrize("pad", [0, -0.0, 0.1, -65504.0, 1e-30, float("inf"), float("-inf"), float("nan")])
+def test_a_pad_is_rounded_to_what_the_dtype_holds(pad: float) -> None:
+    padded = DistributedBatch({"x": [torch.ones(n, dtype=torch.float16) for n in (1, 2)]}).padded(pad)["x"]
+    assert torch.equal(padded[0, 1:].view(torch.int16), torch.tensor([pad], dtype=torch.float16).view(torch.int16))
 
 
 def test_gradients_flow_through_padding() -> None:
@@ -149,6 +170,7 @@ def test_split_counts_tokens_by_key_by_number_and_by_mask(client: MemoryClient, 
         ([-1] * 6, "row 0 has -1 tokens"),
         ("tag", "whole numbers"),
         ("reward", "whole numbers"),
+        ("score", "whole numbers"),
     ],
 )
 def test_split_refuses_what_is_not_token_counts(by: Any, text: str) -> None:

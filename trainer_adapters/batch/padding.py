@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,9 +88,19 @@ def _scalar(key: str, pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
         raise BatchError(f"the pad {pad!r} of key {key!r} is not a number")
     try:
         scalar = torch.tensor(pad, dtype=dtype, device="cpu")
-        holds = dtype.is_floating_point or dtype.is_complex or scalar.item() == pad
+        holds = (
+            _holds(dtype, float(pad), scalar) if dtype.is_floating_point or dtype.is_complex else scalar.item() == pad
+        )
     except (RuntimeError, OverflowError, ValueError) as error:
         raise BatchError(f"{dtype} can't hold the pad {pad!r} of key {key!r}: {error}") from None
     if not holds:
         raise BatchError(f"{dtype} can't hold the pad {pad!r} of key {key!r}")
     return scalar
+
+
+def _holds(dtype: torch.dtype, pad: float, scalar: torch.Tensor) -> bool:
+    """Whether `scalar` is the pad, rounded. Where a dtype has no infinity, nan, sign or 0, torch takes another value."""
+    held = float(scalar.real if dtype.is_complex else scalar)
+    if not math.isfinite(pad):
+        return held == pad or (math.isnan(held) and math.isnan(pad))
+    return abs(pad) <= torch.finfo(dtype).max and held * pad >= 0 and (held == 0 or pad != 0)
