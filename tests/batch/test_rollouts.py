@@ -32,7 +32,8 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.messages import Announce, Announced, Take, Work
 from tests.batch.rollout_support import LocalWorker, Proxy, RemoteWorker, generate, start
 from tests.support.rig import eventually, kill, runtime
-from trainer_adapters.batch.rollouts.pool import RolloutPool
+from trainer_adapters.batch.rollouts.futures import RolloutFuture
+from trainer_adapters.batch.rollouts.pool import Rollout, RolloutPool
 from trainer_adapters.batch.rollouts.worker import Generated
 
 LONG_S = 60.0
@@ -673,6 +674,34 @@ def test_attempts_at_one_task_take_turns_so_that_one_never_clears_the_rows_of_an
         assert {entry.rows for entry in second.result(LONG_S).entries} == {5}
         assert local.store.stats().tasks == 2
         assert len(pool.next_batch(2, timeout_s=LONG_S).fetch(timeout_s=LONG_S)["ids"]) == 2 + 5
+
+
+def test_callbacks_hear_that_a_rollout_completed_before_they_hear_that_it_was_dropped(
+    pools: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's thread ends the future, and a user's thread drops the rollout meanwhile."""
+    ends, dropped = threading.Event(), threading.Event()
+    end = RolloutFuture.end
+
+    def slow_end(future: RolloutFuture, outcome: Any) -> None:
+        if isinstance(outcome, Rollout):
+            ends.set()
+            dropped.wait(0.5)
+        end(future, outcome)
+
+    monkeypatch.setattr(RolloutFuture, "end", slow_end)
+    pool = pools()
+    heard: list[type[BaseException] | None] = []
+    pool.on_complete(lambda future: heard.append(None if future.exception() is None else type(future.exception())))
+    with LocalWorker():
+        pool.set_version(9)
+        pool.submit("t", {"version": 1})
+        assert ends.wait(LONG_S)
+        with pytest.raises(SyncTimeout):
+            pool.next_batch(1, timeout_s=0, max_staleness=1)
+        dropped.set()
+        eventually(lambda: len(heard) == 2, "both callbacks")
+    assert heard == [None, StaleRollout]
 
 
 def test_a_callback_that_is_removed_is_called_no_more(pools: Any, directory: Path) -> None:

@@ -299,7 +299,8 @@ class RolloutPool(Closing, Service):
             actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
             if future is not None:
                 self._futures[future.task_id] = future
-            # An id may be submitted again as soon as its task has ended: futures are found here, not later.
+            # An id may be submitted again as soon as its task has ended, and a rollout be dropped as soon as it has completed:
+            # futures end here, in this order, not later.
             bound = [(action, self._bound(action)) for action in actions]
             self._changed.notify_all()
         for action, waiting in bound:
@@ -316,10 +317,14 @@ class RolloutPool(Closing, Service):
             )
 
     def _bound(self, action: Action) -> Any:
-        """Under the lock: the future that an action ends. Of a task whose `submit` Ctrl-C interrupted, there may be none."""
+        """Under the lock: ends the future of a task and has callbacks called, which runs no code of the user. Returns the future
+        of a batch."""
         match action:
             case Finish():
-                return self._futures.pop(action.task_id, None)
+                future = self._futures.pop(action.task_id, None)  # none if Ctrl-C interrupted the task's `submit`
+                self._tell(future or self._lone_future(action.task_id), action.outcome)
+            case Drop():
+                self._tell(self._lone_future(action.task_id), action.error)
             case GiveBatch() | FailBatch():
                 return self._batches.pop(action.waiter)
         return None
@@ -329,15 +334,8 @@ class RolloutPool(Closing, Service):
         match action:
             case Reply():
                 action.asker.reply(action.body)
-            case Finish():
-                future = future or self._lone_future(action.task_id)
-                future.end(action.outcome)
-                self._tell(future)
             case Drop():
                 logger.warning("weightwire: a completed rollout was dropped: %s", action.error)
-                dropped = self._lone_future(action.task_id)
-                dropped.end(action.error)
-                self._tell(dropped)
             case GiveBatch():
                 future.set_result(action.rollouts)
             case FailBatch():
@@ -349,8 +347,7 @@ class RolloutPool(Closing, Service):
         """A future that nobody has yet: for callbacks."""
         return RolloutFuture(task_id, lambda _: False, self._callbacks)
 
-    def _tell(self, future: RolloutFuture) -> None:
-        with self._lock:
-            listeners = list(self._listeners.values())
-        for thread, callback in listeners:
+    def _tell(self, future: RolloutFuture, outcome: Rollout | WeightwireError | None) -> None:
+        future.end(outcome)
+        for thread, callback in self._listeners.values():
             thread.call(callback, future)
