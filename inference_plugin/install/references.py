@@ -121,7 +121,7 @@ class LiveReferences:
             if name and is_helper(module, self._model.boundary):
                 continue
             for path, other in modules_under(module, self._model.boundary, self._model.placeholders):
-                if id(other) in known:
+                if id(other) in known or not self._model.runtime_state.isdisjoint(path):
                     continue
                 known.add(id(other))
                 for parameter, held in other.named_parameters():

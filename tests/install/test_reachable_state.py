@@ -241,6 +241,34 @@ def test_what_an_engine_folds_into_a_buffer_once_is_folded_anew_after_each_commi
     assert mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
 
 
+class Runner:
+    """Of captured graphs: keeps a part of a model that the model has replaced since, as SGLang's of the towers of Qwen3-Omni."""
+
+    def __init__(self, attribute: str) -> None:
+        setattr(self, attribute, nn.ModuleList([nn.Linear(SIZE, SIZE)]))
+
+
+def with_runner(attribute: str) -> type[Model]:
+    class Run(Model):
+        def __init__(self, method: type[Method]) -> None:
+            super().__init__(method)
+            self.runner = Runner(attribute)
+
+    return Run
+
+
+def test_a_part_outside_the_model_refuses_it_unless_the_engine_says_that_it_is_no_weight() -> None:
+    manifest = manifest_of(weights(0))
+    with pytest.raises(EngineUnsupported, match=r"outside its model.*runner\.part\.0\.weight"):
+        ModelInstaller(Engine(model=with_runner("part"))).open(manifest, "copy", partial=False)
+    assert "angles" in Engine.runtime_state
+    engine = Engine(model=with_runner("angles"))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "copy", partial=False)
+    update(installer, manifest, weights(1))
+    assert engine.state() == cold(1)
+
+
 class Judge(Method):
     """Only notes what the weights are like. Neither trial weights nor the first ones are so large."""
 

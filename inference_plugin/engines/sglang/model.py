@@ -42,6 +42,7 @@ class SglangModel(LiveModel):
             *("last_hc_hidden_states", "audio_past_key_values", "_dispatch_output"),  # of the last step
             *("_eager_prefetch_buffer", "_masked_m_cache", "_shared_topk_ids", "intermediate_state_indices"),
             *("local_expert_mapping", "expert_mask_gpu"),  # of the ranks' experts
+            "_deepstack_merger_list",  # of a runner of CUDA graphs: the model's, or in Qwen3-Omni one that no load fills
             *ROTARY_TABLES,
         }
     )
