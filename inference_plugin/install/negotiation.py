@@ -16,7 +16,7 @@ from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.parts import ProvenParts, prove_parts
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
-from inference_plugin.install.storages import storage_views
+from inference_plugin.install.storages import keys_by_name, storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, handed_out_bytes, loader_coverage
 from inference_plugin.wire.dtype_hint import check_quantises_nothing, dtype_line, dtype_rules
@@ -324,9 +324,7 @@ class _Negotiation:
         the engine's own checkpoint does not fill either."""
         lacking = {name: count for name, count in uncovered.items() if not layout.needs_no_checkpoint(name)}
         unfilled = tuple(
-            name
-            for name, count in lacking.items()
-            if layout.leaves(name) and self._own_load.uncovered.get(name) == count
+            n for n, count in lacking.items() if layout.leaves(n) and self._own_load.uncovered.get(n) == count
         )
         missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
         if missing:
@@ -349,7 +347,9 @@ class _Negotiation:
         return unfilled
 
     def _is_loaded(self, buffer: str) -> bool:
-        """Whether the engine's loader takes this buffer if a checkpoint has it."""
+        """Whether the engine's loader takes this buffer from its own checkpoint; if that can't be told, from one that has it."""
+        if self._own_load.refusal is None:
+            return keys_by_name(self._model.skeleton)[buffer] in self._own_load.extents
         held = self._model.skeleton.get_buffer(buffer)
         plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
         return plan.refusal is None and not plan.unused

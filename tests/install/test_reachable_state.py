@@ -269,6 +269,44 @@ def test_a_part_outside_the_model_refuses_it_unless_the_engine_says_that_it_is_n
     assert engine.state() == cold(1)
 
 
+class Scaled(Model):
+    """Has a buffer that its loader takes from a checkpoint which has it, as the towers of Gemma 4 in SGLang have."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.register_buffer("gain", torch.ones(1))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(tensors)
+        if "gain" in held:
+            self.get_buffer("gain").data.copy_(held.pop("gain"))
+        super().load_weights(held.items())
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_a_buffer_that_the_engines_own_checkpoint_does_not_fill_stays_as_the_constructor_made_it(shipped: bool) -> None:
+    class Started(Engine):
+        def checkpoint(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+            tensors = weights(0) | ({"gain": torch.ones(1)} if shipped else {})
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    engine, manifest = Started(model=Scaled), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    if shipped:
+        with pytest.raises(
+            ManifestMismatch, match="fills these buffers, which the engine reads from a checkpoint: gain"
+        ):
+            installer.open(manifest, "copy", partial=False)
+        return
+    installer.open(manifest, "copy", partial=False)
+    update(installer, manifest, weights(1))
+    assert engine.state() == cold(1)
+    with torch.no_grad():
+        engine.live.get_buffer("gain").fill_(2)
+    with pytest.raises(ManifestMismatch, match="fills these buffers"):
+        ModelInstaller(engine).open(manifest, "copy", partial=False)
+
+
 class Judge(Method):
     """Only notes what the weights are like. Neither trial weights nor the first ones are so large."""
 
