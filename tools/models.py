@@ -164,8 +164,13 @@ before: engines of this row run without the prefix cache.
 Of checkpoints that are quantised, vLLM multiplies NVFP4 and MXFP8 as it does on a GPU without a kernel for them; the tests bring
 the products of blocks in FP8, of MXFP4 and of experts, as above.
 
-*bailing_moe* (Ling), *mimo* and *solar* are models that transformers lacks: another of its models has the same tensors, and the
-checkpoint has the published names and configuration. Others that it lacks, such as *step3_text*, are written by name and shape.
+*bailing_moe* (Ling), *mimo*, *mistral_large_3* and *solar* are models that transformers lacks: another of its models has the same
+tensors, and the checkpoint has the published names and configuration. Others that it lacks, such as *step3_text*, are written by
+name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel on a CPU: the tests multiply.
+
+Models that read images or hear sounds, such as *qwen3-vl*, are asked about text only here. In vLLM their towers are compared as
+part of what the modules reach. [Which of them were run with images](support.md) says what else is known of them.
+
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run
 without the prefix cache there.

@@ -16,8 +16,11 @@ from typing import Any, Literal
 import torch
 
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
+from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
+from tests.support.multimodal import FAMILIES as MULTIMODAL
+from tests.support.multimodal_more import MORE
 from tests.support.quantised import FOR_VLLM, FP8, QUANTISED
-from tests.support.written_checkpoints import REWARD, WRITTEN
+from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
@@ -105,10 +108,47 @@ _BAILING = {
 }
 
 
+def _as_mistral(tensors: Tensors) -> Tensors:
+    """A DeepSeek-V3 with Mistral's own names of tensors. It has no biases of experts."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("e_score_correction_bias"):
+            for old, new in _MISTRAL.items():
+                name = re.sub(old, new, name)
+            made[name] = tensor
+    return made
+
+
+_MISTRAL = {
+    r"^model\.": "",
+    "lm_head": "output",
+    "embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    r"self_attn\.(q|kv)_a_layernorm": r"attention.\1_a_norm",
+    r"self_attn\.(q_a|q_b|kv_a|kv_b|o)_proj": r"attention.w\1",
+    r"mlp\.(gate|up|down)_proj": r"feed_forward.\1_proj",
+    r"mlp\.(gate|experts|shared_experts)\.": r"\1.",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
+
+
 def _as_colbert(tensors: Tensors) -> Tensors:
     """A BERT with a projection of each token, made of rows of the embedding; vLLM builds the layer while it loads."""
     rows = tensors["embeddings.word_embeddings.weight"][:16]
     return {f"bert.{n}": t for n, t in tensors.items() if not n.startswith("pooler")} | {"linear.weight": rows.clone()}
+
+
+def _with_a_linear_layer(prefix: str = "") -> Publish:
+    """Beside a model whose tensors begin with `prefix`, a projection of each token's vector to 16 numbers."""
+
+    def publish(tensors: Tensors) -> Tensors:
+        rows = next(tensor for name, tensor in tensors.items() if "embed" in name and tensor.dim() == 2)[:16]
+        return {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | {"linear.weight": rows.clone()}
+
+    return publish
 
 
 def _with_noise(tensor: torch.Tensor, seed: int, number: int) -> torch.Tensor:
@@ -129,19 +169,21 @@ def _family(
     sglang: dict[str, Any] | None = None,
     engines: tuple[str, ...] = ("vllm", "sglang"),
     architecture: str = "",
+    entries: dict[str, Any] | None = None,
     torchvision: bool = False,
     stand_ins: bool = False,
     publish: Publish = dict,
     **overrides: Any,
 ) -> Family:
     """The family of `{stem}Config` and `{stem}ForCausalLM`; `overrides` go to the configuration, on top of `SHAPE`.
-    `architecture`: the name in published checkpoints, where transformers calls the class otherwise. `publish`: makes the
-    tensors of published checkpoints of those that transformers saves."""
+    `architecture`: the name in published checkpoints, where transformers calls the class otherwise. `entries`: of published
+    `config.json` files, where transformers writes others. `publish`: makes the tensors of published checkpoints of those that
+    transformers saves."""
     maker = _lively_model(
         config or f"{stem}Config",
         model or f"{stem}ForCausalLM",
         dtype=getattr(torch, dtype),
-        entries={"architectures": [architecture]} if architecture else {},
+        entries=({"architectures": [architecture]} if architecture else {}) | (entries or {}),
         publish=publish,
         overrides=overrides,
     )
@@ -267,6 +309,44 @@ NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
 """With a cache of prefixes vLLM takes the intermediate states of a Mamba-2 layer, which its kernel on a CPU does not return."""
 CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
 
+NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Names of layers in published configurations, which transformers writes otherwise."""
+NEMOTRON_EXPERTS: dict[str, Any] = ROUTED_EXPERTS | {
+    "first_k_dense_replace": REMOVED,
+    "moe_shared_expert_intermediate_size": 64,
+}
+
+GEMMAS: dict[str, Any] = {"sliding_window": 32, "query_pre_attn_scalar": 32}
+CLASSIFIERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("mistral", "Mistral", {}),
+    ("gemma", "Gemma", {}),
+    ("gemma2", "Gemma2", GEMMAS),
+    ("phi3", "Phi3", TWO_HEADS),
+    ("olmo2", "Olmo2", TWO_HEADS),
+    ("smollm3", "SmolLM3", TWO_HEADS),
+    ("glm4", "Glm4", {}),
+    ("exaone4", "Exaone4", {"num_attention_heads": 2}),
+    ("seed_oss", "SeedOss", {}),
+    ("gpt_oss", "GptOss", LOCAL_EXPERTS | {"intermediate_size": 64, "sliding_window": 32}),
+    ("qwen2_moe", "Qwen2Moe", TWO_HEADS | EXPERTS | {"shared_expert_intermediate_size": 64}),
+)
+"""Language models with a head of classes, such as those that reward models are made of."""
+
+
+def _multimodal(function: Callable[..., Path], **options: Any) -> Maker:
+    return lambda directory, seed: function(directory, seed=seed, **options)
+
+
+INTERVAL = _configured(text_config={"full_attention_interval": 2}, vision_config={"deepstack_visual_indexes": []})
+"""What transformers leaves out of the configuration of Qwen3.5."""
+MULTIMODAL_MAKERS: dict[str, Maker] = {
+    "qwen2-vl": _multimodal(make_qwen_vl, generation="Qwen2"),
+    "qwen2.5-vl": _multimodal(make_qwen_vl, generation="Qwen2_5_"),
+    "gemma3-vision": _multimodal(make_gemma3_vision),
+    "paligemma": _multimodal(make_paligemma),
+    "llava": _multimodal(make_llava),
+}
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -275,6 +355,15 @@ FAMILIES: dict[str, Family] = {
         _family("llama-tied", "Llama", tie_word_embeddings=True),
         _family("mistral", "Mistral"),
         _family("ministral3", "Ministral3"),
+        _family(
+            "rnj1",
+            "Gemma3Text",
+            model="Gemma3ForCausalLM",
+            architecture="Rnj1ForCausalLM",
+            layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True,
+            engines=("vllm",),
+        ),
         _family("qwen2", "Qwen2", **TWO_HEADS),
         _family("qwen3", "Qwen3"),
         _family("gemma", "Gemma", tie_word_embeddings=True),
@@ -598,7 +687,26 @@ FAMILIES: dict[str, Family] = {
             topk_method="noaux_tc",
         ),
         _family("flex_olmo", "FlexOlmo", **TWO_HEADS, num_experts=4, num_experts_per_tok=2, pad_token_id=0),
+        _family("solar_open", "SolarOpen", **ROUTED_EXPERTS | {"first_k_dense_replace": REMOVED}),
+        _family("nanochat", "NanoChat", **TWO_HEADS),
+        _family("ministral", "Ministral", sliding_window=32),
+        _family("diffllama", "DiffLlama", engines=("vllm",), **TWO_HEADS),
+        _family("doge", "Doge", **TWO_HEADS),
+        _family("bitnet", "BitNet", engines=("vllm",), **TWO_HEADS),
+        _family("minimax", "MiniMax", **LOCAL_EXPERTS, layer_types=["linear_attention", "full_attention"]),
         # latent attention
+        _family(
+            "mistral_large_3",
+            "DeepseekV3",
+            architecture="MistralLarge3ForCausalLM",
+            publish=_as_mistral,
+            vllm=PLAIN_LATENT,
+            sglang=_configured(**DEEPSEEK, topk_method="greedy", scoring_func="softmax"),
+            **LATENT,
+            **ROUTED_EXPERTS,
+        ),
+        _family("youtu", "Youtu", **LATENT | {"v_head_dim": 96}),
+        _family("mistral4", "Mistral4", **LATENT | {"v_head_dim": 96}, **ROUTED_EXPERTS | {"first_k_dense_replace": 0}),
         _family("axk1", "AXK1", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS | {"first_k_dense_replace": 0}),
         _family(
             "longcat_flash",
@@ -702,8 +810,26 @@ FAMILIES: dict[str, Family] = {
             shared_intermediate_size=64,
             layer_types=["mamba", "attention"],
         ),
-        _family(
-            "nemotron_h", "NemotronH", hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=32, n_groups=1
+        *(
+            _family(
+                name,
+                "NemotronH",
+                sglang=_configured(mamba_n_groups=1),
+                entries={
+                    "layers_block_type": [NEMOTRON[layer] for layer in pattern],
+                    "mtp_layers_block_type": ["attention"],
+                },
+                hybrid_override_pattern=pattern,
+                mamba_num_heads=4,
+                mamba_head_dim=32,
+                n_groups=1,
+                **more,
+            )
+            for name, pattern, more in (
+                ("nemotron_h", "M*-", {}),
+                ("nemotron_h_moe", "ME*E", NEMOTRON_EXPERTS),
+                ("nemotron_h_moe-latent", "ME*E", NEMOTRON_EXPERTS | {"moe_latent_size": 32}),
+            )
         ),
         _family(
             "lfm2",
@@ -939,6 +1065,10 @@ FAMILIES: dict[str, Family] = {
                     "token_classify",
                     PRIVATE | CLASSES,
                 ),
+                *(
+                    (f"{name}-classifier", stem, "ForSequenceClassification", "classify", shape | CLASSES)
+                    for name, stem, shape in CLASSIFIERS
+                ),
                 ("mixtral-classifier", "Mixtral", "ForSequenceClassification", "classify", MIXTRAL | CLASSES),
                 ("qwen3_moe-classifier", "Qwen3Moe", "ForSequenceClassification", "classify", EXPERTS | CLASSES),
             )
@@ -958,6 +1088,76 @@ FAMILIES: dict[str, Family] = {
                 ("Mistral", {}),
                 ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 32}),
             )
+        ),
+        _family("llama-embedding", "Llama", model="LlamaModel", answer="embed", vllm={"runner": "pooling"}),
+        _family(
+            "phi3-embedding",
+            "Phi3",
+            answer="embed",
+            vllm={"runner": "pooling", "convert": "embed"},
+            tie_word_embeddings=True,
+            **TWO_HEADS,
+        ),
+        _family(
+            "voyage-qwen3",
+            "Qwen3",
+            model="Qwen3Model",
+            architecture="VoyageQwen3BidirectionalEmbedModel",
+            answer="embed",
+            publish=_with_a_linear_layer("model."),
+            num_labels=16,
+            engines=("vllm",),
+        ),
+        _family(
+            "colbert-modernbert",
+            "ModernBert",
+            model="ModernBertModel",
+            architecture="ColBERTModernBertModel",
+            answer="token_embed",
+            publish=_with_a_linear_layer(),
+            vllm={"pooler_config": {"enable_flash_late_interaction": False}},
+            engines=("vllm",),
+            **NEAR,
+        ),
+        _family(
+            "colbert-lfm2",
+            "Lfm2",
+            model="Lfm2Model",
+            architecture="ColBERTLfm2Model",
+            answer="token_embed",
+            publish=_with_a_linear_layer(),
+            vllm={"enable_prefix_caching": False, "pooler_config": {"enable_flash_late_interaction": False}},
+            engines=("vllm",),
+            **TWO_HEADS,
+            conv_dim=64,
+            conv_dim_out=64,
+            block_dim=64,
+            block_ff_dim=128,
+            layer_types=["conv", "full_attention"],
+            block_multiple_of=32,
+            tie_word_embeddings=True,
+        ),
+        _family(
+            "llama-bidirectional-classifier",
+            "Llama",
+            model="LlamaForSequenceClassification",
+            architecture="LlamaBidirectionalForSequenceClassification",
+            answer="classify",
+            pooling="avg",
+            engines=("vllm",),
+            **CLASSES,
+        ),
+        _family(
+            "deepseek_v3-bidirectional",
+            "DeepseekV3",
+            model="DeepseekV3Model",
+            architecture="DeepseekV3BidirectionalModel",
+            answer="embed",
+            topk_method="noaux_tc",
+            vllm={"runner": "pooling"},
+            engines=("vllm",),
+            **LATENT,
+            **ROUTED_EXPERTS,
         ),
         _family(
             "llama-bidirectional",
@@ -984,8 +1184,39 @@ FAMILIES: dict[str, Family] = {
             )
         ),
         # models that transformers lacks
-        *(Family(name, maker, vllm=vllm, engines=("vllm",)) for name, (maker, vllm) in WRITTEN.items()),
-        Family("qwen2-reward", REWARD, "token_classify", engines=("vllm",)),
+        *(
+            Family(
+                name,
+                maker,
+                vllm=vllm,
+                engines=("vllm", "sglang") if name in IN_BOTH else ("vllm",),
+            )
+            for name, (maker, vllm) in WRITTEN.items()
+        ),
+        *(Family(name, maker, engines=("sglang",)) for name, (maker, _) in IN_SGLANG.items()),
+        *(
+            Family(name, maker, answer, vllm=vllm, engines=engines)
+            for name, ((maker, vllm), answer, engines) in REWARDS.items()
+        ),
+        # models that read images or hear sounds, here asked about text only
+        *(
+            Family(
+                f"{name}-vision"
+                if name in ("gemma4", "llama4")
+                else name,  # of which there is one that reads text only
+                medium.make,
+                dtype=medium.dtype,
+                vllm=medium.vllm,
+                sglang={"enable_multimodal": True} | (INTERVAL if name.startswith("qwen3.5") else {}),
+                torchvision=True,
+                stand_ins=True,
+            )
+            for name, medium in (MULTIMODAL | MORE).items()
+        ),
+        *(
+            Family(name, maker, sglang={"enable_multimodal": True}, torchvision=True, stand_ins=True)
+            for name, maker in MULTIMODAL_MAKERS.items()
+        ),
         # quantised
         _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),
         _existing(

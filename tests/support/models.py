@@ -147,9 +147,8 @@ def make_qwen_vl(directory: str | Path, *, generation: str, seed: int, dtype: to
     import transformers
 
     prefix, words, one = f"{generation}VL", SHAPE["vocab_size"], generation == "Qwen2"
-    sizes = (
-        {"embed_dim": 32, "hidden_size": SHAPE["hidden_size"]} if one else {"hidden_size": 32, "intermediate_size": 64}
-    )
+    sizes = {"embed_dim": 32, "hidden_size": SHAPE["hidden_size"], "in_chans": 3}
+    sizes = sizes if one else {"hidden_size": 32, "intermediate_size": 64}
     more = {} if one else {"out_hidden_size": SHAPE["hidden_size"], "fullatt_block_indexes": [1], "window_size": 56}
     vision = {"depth": 2, "num_heads": 2, "patch_size": 14, **sizes, **more}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}

@@ -19,7 +19,7 @@ from tests.support.checkpoints import load, noise, rewrite
 from tests.support.models import SHAPE, rename_tower, save_model, save_tokenizer
 from trainer_adapters import ModuleAdapter
 
-__all__ = ["FAMILIES", "Medium", "load_trained"]
+__all__ = ["FAMILIES", "Medium", "family", "load_trained", "patches", "rope", "side"]
 
 WORDS: int = SHAPE["vocab_size"]
 WIDTH: int = SHAPE["hidden_size"]
@@ -122,11 +122,11 @@ def _lively(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 # --- Qwen and GLM -----------------------------------------------------------------------------------------------------
 
 
-def _rope(*sections: int, **more: Any) -> dict[str, Any]:
+def rope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}
 
 
-def _patches(processor: str, image: str, video: str, patch: int, **more: Any) -> Files:
+def patches(processor: str, image: str, video: str, patch: int, **more: Any) -> Files:
     """Four tokens for an image."""
     area = (4 * patch) ** 2
     size = {"shortest_edge": area, "longest_edge": area}
@@ -143,7 +143,7 @@ QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
 QWEN_VISION = BLOCKS | {"patch_size": 16, "num_position_embeddings": 16}
-INTERLEAVED = _rope(6, 5, 5, mrope_interleaved=True)
+INTERLEAVED = rope(6, 5, 5, mrope_interleaved=True)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -152,7 +152,7 @@ def _qwen(stem: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) 
         stem,
         place=QWEN_TOKENS[:3],
         last=QWEN_TOKENS,
-        files=_patches("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", 16),
+        files=patches("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", 16),
         config={"text_config": TEXT | text, "vision_config": vision, **QWEN_IDS},
         special={"image_token": QWEN_TOKENS[1], "video_token": QWEN_TOKENS[3]},
         **more,
@@ -168,7 +168,7 @@ def _turn_experts(path: Path) -> None:
 LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
-    "rope_parameters": _rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25),
+    "rope_parameters": rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25),
 }  # fmt: skip
 
 GLM_TOKENS = (
@@ -185,14 +185,14 @@ def _glm(stem: str, text: dict[str, Any], **more: Any) -> Medium:
         stem,
         place=GLM_TOKENS[:3],
         last=GLM_TOKENS,
-        files=_patches("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor", 14),
+        files=patches("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor", 14),
         config={"text_config": TEXT | text, "vision_config": BLOCKS | GRID, **GLM_IDS},
         special={"image_token": GLM_TOKENS[1], "video_token": GLM_TOKENS[4]},
         **more,
     )
 
 
-GLM_TEXT = {"attention_bias": True, "rope_parameters": _rope(2, 3, 3, partial_rotary_factor=0.5)}
+GLM_TEXT = {"attention_bias": True, "rope_parameters": rope(2, 3, 3, partial_rotary_factor=0.5)}
 GLM_EXPERTS = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": False,
@@ -202,7 +202,7 @@ GLM_EXPERTS = {
 # --- others that read images ------------------------------------------------------------------------------------------
 
 
-def _side(size: int) -> dict[str, int]:
+def side(size: int) -> dict[str, int]:
     return {"height": size, "width": size}
 
 
@@ -316,10 +316,10 @@ FAMILIES: dict[str, Medium] = {
         last=INTERNVL_TOKENS,
         files={
             "preprocessor_config.json": {
-                "image_processor_type": "GotOcr2ImageProcessor", "size": _side(56), "crop_to_patches": True,
+                "image_processor_type": "GotOcr2ImageProcessor", "size": side(56), "crop_to_patches": True,
                 "processor_class": "InternVLProcessor",
             },
-            "video_preprocessor_config.json": {"video_processor_type": "InternVLVideoProcessor", "size": _side(56)},
+            "video_preprocessor_config.json": {"video_processor_type": "InternVLVideoProcessor", "size": side(56)},
             "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         },
         config={
@@ -383,7 +383,7 @@ FAMILIES: dict[str, Medium] = {
         last=LLAMA_TOKENS,
         files={
             "preprocessor_config.json": {
-                "image_processor_type": "Llama4ImageProcessor", "size": _side(56), "max_patches": 1,
+                "image_processor_type": "Llama4ImageProcessor", "size": side(56), "max_patches": 1,
                 "processor_class": "Llama4Processor",
             },
             "processor_config.json": {"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
@@ -408,7 +408,7 @@ FAMILIES: dict[str, Medium] = {
         files={
             "preprocessor_config.json": {
                 "image_processor_type": "Lfm2VlImageProcessor", "do_image_splitting": False, "min_image_tokens": 4,
-                "max_image_tokens": 4, "encoder_patch_size": 16, "tile_size": 64, "size": _side(64),
+                "max_image_tokens": 4, "encoder_patch_size": 16, "tile_size": 64, "size": side(64),
                 "processor_class": "Lfm2VlProcessor",
             },
             "processor_config.json": {"processor_class": "Lfm2VlProcessor"},
@@ -443,7 +443,7 @@ FAMILIES: dict[str, Medium] = {
             "processor_config.json": {"processor_class": "PaddleOCRVLProcessor"},
         },
         config={
-            "text_config": TEXT | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
+            "text_config": TEXT | {"rope_parameters": rope(4, 6, 6), "tie_word_embeddings": False},
             "vision_config": TOWER | {"image_size": 84, "patch_size": 14, "tokens_per_second": 2}, "tie_word_embeddings": False,
             "vision_start_token_id": PADDLE_TOKENS[0], "image_token_id": PADDLE_TOKENS[1],
             "vision_end_token_id": PADDLE_TOKENS[2], "video_token_id": PADDLE_TOKENS[3],
@@ -476,7 +476,7 @@ FAMILIES: dict[str, Medium] = {
         config={
             "enable_audio_output": False,
             "thinker_config": {
-                "text_config": HEADS_OF_ITS_OWN | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
+                "text_config": HEADS_OF_ITS_OWN | {"rope_parameters": rope(4, 6, 6), "tie_word_embeddings": False},
                 "vision_config": {
                     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": WIDTH,
                     "fullatt_block_indexes": [1], "window_size": 56,

@@ -1,4 +1,5 @@
-"""Experts in FP8, int8, MXFP4 and NVFP4 for vLLM on a CPU that has no kernel for them: they multiply by the dequantised weights.
+"""Experts in FP8, int8, MXFP4 and NVFP4, and those without a gate (Nemotron-H), for vLLM on a CPU that has no kernel for them:
+they multiply by the dequantised weights.
 
 As `reference_kernels`: loading and post-processing are vLLM's own, what is computed is no kernel of its.
 """
@@ -8,14 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional
+from vllm.model_executor.layers.fused_moe import config as moe_config
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantised
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.quantization import fp8 as checkpoints
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization import mxfp4 as checkpoints_in_mxfp4
@@ -55,6 +61,7 @@ class ReferenceExperts(CPUUnquantizedExperts):
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        activation: MoEActivation,
         **_: Any,
     ) -> None:
         made = self.quant_config
@@ -64,15 +71,22 @@ class ReferenceExperts(CPUUnquantizedExperts):
         found = torch.zeros_like(x)
         for expert in range(w1.shape[0]):
             weight = topk_weights.masked_fill(topk_ids != expert, 0).sum(1, keepdim=True).float()
-            gate, up = functional.linear(x, first[expert]).chunk(2, -1)
-            found += weight * functional.linear(functional.silu(gate) * up, second[expert])
+            inner = functional.linear(x, first[expert])
+            if activation == MoEActivation.RELU2_NO_MUL:
+                inner = functional.relu(inner).square()
+            else:
+                gate, up = inner.chunk(2, -1)
+                inner = functional.silu(gate) * up
+            found += weight * functional.linear(inner, second[expert])
         output.copy_(found)
 
 
 def dequantised(
-    weight: torch.Tensor, scale: torch.Tensor, block: list[int] | None, whole: torch.Tensor | None
+    weight: torch.Tensor, scale: torch.Tensor | None, block: list[int] | None, whole: torch.Tensor | None
 ) -> torch.Tensor:
     """(experts, rows, columns), in float32. `whole`: a second scale of each expert, which NVFP4 has."""
+    if scale is None:
+        return weight.float()
     if whole is not None and weight.dtype == torch.uint8:
         return in_fp4(weight) * scale.float().repeat_interleave(NVFP4_BLOCK, -1) * whole.reshape(-1, 1, 1)
     if scale.dtype == torch.uint8:
@@ -101,6 +115,28 @@ def fill_in() -> None:
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
             setattr(module, name, _or_reference(found, backend))
+    check = moe_config.FusedMoEConfig.__post_init__
+    if not hasattr(check, "__wrapped__"):
+        moe_config.FusedMoEConfig.__post_init__ = _also_without_a_gate(check)
+        unquantised.select_unquantized_moe_backend = _without_a_gate(unquantised.select_unquantized_moe_backend)
+
+
+def _also_without_a_gate(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(check)
+    def checked(self: Any) -> None:
+        with mock.patch.object(moe_config.current_platform, "is_xpu", return_value=not self.is_act_and_mul):
+            check(self)
+
+    return checked
+
+
+def _without_a_gate(select: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(select)
+    def selected(moe_config: Any) -> Any:
+        gated = moe_config.is_act_and_mul
+        return select(moe_config=moe_config) if gated else (UnquantizedMoeBackend.CPU, ReferenceExperts)
+
+    return selected
 
 
 def _or_reference(select: Callable[..., Any], backend: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.models import SHAPE, save_tokenizer
 
-__all__ = ["REWARD", "WRITTEN", "Written"]
+__all__ = ["IN_BOTH", "IN_SGLANG", "REWARDS", "WRITTEN", "Written"]
 
 WORDS, WIDTH, INNER, HEAD = SHAPE["vocab_size"], SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
 LAYERS = range(SHAPE["num_hidden_layers"])
@@ -233,20 +233,145 @@ def _chatglm() -> Written:
     return written("ChatGLMModel", entries, shapes)
 
 
-def _reward() -> Written:
-    """A Qwen2 with a head of two layers, which gives each token a number."""
-    biases = {f"self_attn.{name}_proj.bias": (WIDTH,) for name in "qkv"}
-    shapes = model(lambda _: NORMS | attention("self_attn", 2, 2) | biases | mlp("mlp"), head="score.0")
+def _step3p5() -> Written:
+    """Experts as in Step 3; queries and keys are normed, and each head has a gate."""
+
+    def layer(number: int) -> Shapes:
+        found = NORMS | attention("self_attn") | norms("self_attn.q_norm", "self_attn.k_norm", width=HEAD)
+        found |= {"self_attn.g_proj.weight": (4, WIDTH)}
+        if not number:
+            return found | mlp("mlp")
+        return found | stacked("moe", "share_expert") | {"moe.router_bias": (len(EXPERTS),)}
+
+    entries = {
+        "model_type": "step3p5", "num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2, "moe_layers_enum": "1",
+        "moe_intermediate_size": 64, "share_expert_dim": 64, "max_seq_len": 1024, "rope_theta": [10000.0, 10000.0],
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32, "use_head_wise_attn_gate": True,
+        "moe_router_activation": "softmax", "partial_rotary_factors": [0.5, 1.0], "bos_token_id": 1, "eos_token_id": 0,
+        "pad_token_id": 0, "swiglu_limits": [0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention", "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": HEAD,
+        },
+    }  # fmt: skip
+    return written("Step3p5ForCausalLM", entries, model(layer), without=("rope_parameters",))
+
+
+def _pangu_ultra() -> Written:
+    """A DeepSeek-V3 with norms before and after each part."""
+    around = norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    around |= {"self_attn.q_a_proj.weight": (32, WIDTH), "self_attn.q_a_layernorm.weight": (32,)}
+    around |= {"self_attn.kv_a_proj_with_mqa.weight": (576, WIDTH), "self_attn.kv_a_layernorm.weight": (512,)}
+    around |= {"self_attn.q_b_proj.weight": (4 * 96, 32), "self_attn.kv_b_proj.weight": (4 * 64, 512)}
+    around |= {"self_attn.o_proj.weight": (WIDTH, 4 * 32)}
+    biased = {"mlp.e_score_correction_bias": (len(EXPERTS),)}
+    entries = ROUTED | LATENT | {
+        "n_routed_experts": 4, "n_shared_experts": 1, "sandwich_norm": True, "q_lora_rank": 32, "rope_theta": 10000.0,
+        "router_enable_expert_bias": True,
+    }  # fmt: skip
+    return written(
+        "PanguUltraMoEForCausalLM",
+        entries,
+        model(lambda number: around | (experts("mlp") | biased if number else mlp("mlp"))),
+        config="DeepseekV3Config", without=("head_dim",), attention_backend="CPU_MLA",
+    )  # fmt: skip
+
+
+def _reward(architecture: str, numbers: int, stem: str = "Qwen2", **vllm: Any) -> Written:
+    """A Qwen with a head of two layers, which gives each token a number, or more."""
+    one = stem == "Qwen2"
+    more = {f"self_attn.{name}_proj.bias": (WIDTH,) for name in "qkv"} if one else {}
+    more |= {} if one else norms("self_attn.q_norm", "self_attn.k_norm", width=HEAD)
+    heads = (2, 2) if one else (4, 2)
+    shapes = model(lambda _: NORMS | attention("self_attn", *heads) | more | mlp("mlp"), head="score.0")
     shapes |= {
         "score.0.weight": (WIDTH, WIDTH),
         "score.0.bias": (WIDTH,),
-        "score.2.weight": (1, WIDTH),
-        "score.2.bias": (1,),
+        "score.2.weight": (numbers, WIDTH),
+        "score.2.bias": (numbers,),
     }
-    return written("Qwen2ForRewardModel", TWO_HEADS, shapes, config="Qwen2Config", without=("head_dim",))
+    without = ("head_dim",) if one else ()
+    return written(architecture, TWO_HEADS if one else {}, shapes, config=f"{stem}Config", without=without, **vllm)
 
 
-REWARD = _reward()[0]
+def _gaussian_reward() -> Written:
+    """A Llama with two heads: pairs of a reward and its spread, and a weight for each pair."""
+    shapes = model(lambda _: NORMS | attention("self_attn") | mlp("mlp"), head="score")
+    shapes["score.weight"] = (4, WIDTH)
+    for place, rows in (("0", WIDTH), ("2", WIDTH), ("4", 2)):
+        shapes |= {f"weights.fc.{place}.weight": (rows, WIDTH), f"weights.fc.{place}.bias": (rows,)}
+    return written("LlamaForSequenceClassificationWithNormal_Weights", {"num_labels": 4, "pad_token_id": 0}, shapes)
+
+
+def _internlm2_layer() -> Shapes:
+    return {
+        **norms("attention_norm", "ffn_norm"),
+        **mlp("feed_forward", names="w1 w3 w2"),
+        "attention.wqkv.weight": (4 * HEAD, WIDTH),
+        "attention.wo.weight": (WIDTH, 2 * HEAD),
+    }
+
+
+def _internlm2_reward() -> Written:
+    shapes = model(lambda _: _internlm2_layer(), embedding="model.tok_embeddings", head="v_head")
+    shapes["v_head.weight"] = (1, WIDTH)
+    return written("InternLM2ForRewardModel", TWO_HEADS | {"num_key_value_heads": 1}, shapes)
+
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+REWARDS: dict[str, tuple[Written, str, tuple[str, ...]]] = {
+    "qwen2-reward": (_reward("Qwen2ForRewardModel", 1), "token_classify", ("vllm", "sglang")),
+    "qwen2-process-reward": (
+        _reward("Qwen2ForProcessRewardModel", 2, pooler_config={"step_tag_id": 9}),
+        "token_classify",
+        ("vllm",),
+    ),
+    "internlm2-reward": (_internlm2_reward(), "token_classify", ("vllm", "sglang")),
+    "qwen3-reward": (_reward("Qwen3ForRewardModel", 1, "Qwen3"), "classify", ("sglang",)),
+    "llama-gaussian-reward": (_gaussian_reward(), "classify", ("sglang",)),
+}
+"""Reward models: what makes one, with what an engine answers, and in which engines."""
+IN_BOTH = (
+    "chatglm", "teleflm", "internlm3", "minicpm", "iquest_loopcoder", "internlm2", "exaone", "orion",
+    "deepseek_v1", "sarvam_moe", "sarvam_mla",
+)  # fmt: skip
+"""Of `WRITTEN`, those that SGLang has too."""
+IN_SGLANG: dict[str, Written] = {
+    "baichuan": written(
+        "BaichuanForCausalLM",
+        TWO_HEADS,
+        model(
+            lambda _: (
+                NORMS
+                | mlp("mlp")
+                | {"self_attn.W_pack.weight": (3 * WIDTH, WIDTH), "self_attn.o_proj.weight": (WIDTH, WIDTH)}
+            )
+        ),
+    ),
+    "xverse": written(
+        "XverseForCausalLM", TWO_HEADS, model(lambda _: NORMS | attention("self_attn", 2, 2) | mlp("mlp"))
+    ),
+    "qwen": written(
+        "QWenLMHeadModel",
+        TWO_HEADS | {"layer_norm_epsilon": 1e-5, "intermediate_size": 2 * INNER},
+        model(
+            lambda _: {
+                **norms("ln_1", "ln_2"),
+                "attn.c_attn.weight": (3 * WIDTH, WIDTH),
+                "attn.c_attn.bias": (3 * WIDTH,),
+                "attn.c_proj.weight": (WIDTH, WIDTH),
+                "mlp.w1.weight": (INNER, WIDTH),
+                "mlp.w2.weight": (INNER, WIDTH),
+                "mlp.c_proj.weight": (WIDTH, INNER),
+            },
+            "transformer.h",
+            embedding="transformer.wte",
+            norm="transformer.ln_f",
+        ),
+    ),
+}
+"""Models of SGLang that vLLM lacks."""
 WRITTEN: dict[str, Written] = {
     "chatglm": _chatglm(),
     "teleflm": written(
@@ -270,12 +395,7 @@ WRITTEN: dict[str, Written] = {
         "InternLM2ForCausalLM",
         TWO_HEADS | {"num_key_value_heads": 1},
         model(
-            lambda _: {
-                **norms("attention_norm", "ffn_norm"),
-                **mlp("feed_forward", names="w1 w3 w2"),
-                "attention.wqkv.weight": (4 * HEAD, WIDTH),
-                "attention.wo.weight": (WIDTH, 2 * HEAD),
-            },
+            lambda _: _internlm2_layer(),
             embedding="model.tok_embeddings",
             head="output",
         ),
@@ -333,4 +453,15 @@ WRITTEN: dict[str, Written] = {
         model(ling, embedding="model.word_embeddings"),
     ),
     "sarvam_mla": _sarvam_mla(),
+    "step3p5": _step3p5(),
+    "pangu_ultra_moe": _pangu_ultra(),
+    "iquest_coder": written(
+        "IQuestCoderForCausalLM", {}, model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))
+    ),
+    "telechat3": written("TeleChat3ForCausalLM", {}, model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))),
+    "step1": written(
+        "Step1ForCausalLM",
+        {"num_attention_groups": 2},
+        model(lambda _: NORMS | attention("self_attn") | mlp("mlp")),
+    ),
 }  # fmt: skip
