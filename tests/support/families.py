@@ -1190,6 +1190,7 @@ FAMILIES: dict[str, Family] = {
                 maker,
                 vllm=vllm,
                 engines=("vllm", "sglang") if name in IN_BOTH else ("vllm",),
+                stand_ins=name == "step3p5",
             )
             for name, (maker, vllm) in WRITTEN.items()
         ),

@@ -248,7 +248,8 @@ def _step3p5() -> Written:
         "moe_intermediate_size": 64, "share_expert_dim": 64, "max_seq_len": 1024, "rope_theta": [10000.0, 10000.0],
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32, "use_head_wise_attn_gate": True,
         "moe_router_activation": "softmax", "partial_rotary_factors": [0.5, 1.0], "bos_token_id": 1, "eos_token_id": 0,
-        "pad_token_id": 0, "swiglu_limits": [0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0],
+        "pad_token_id": 0, "swiglu_limits": [0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0], "need_fp32_gate": True,
+        "use_moe_router_bias": True, "moe_router_scaling_factor": 1.0, "yarn_only_types": [],
         "attention_other_setting": {
             "attention_type": "sliding_attention", "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": HEAD,
         },
@@ -334,7 +335,7 @@ REWARDS: dict[str, tuple[Written, str, tuple[str, ...]]] = {
 """Reward models: what makes one, with what an engine answers, and in which engines."""
 IN_BOTH = (
     "chatglm", "teleflm", "internlm3", "minicpm", "iquest_loopcoder", "internlm2", "exaone", "orion",
-    "deepseek_v1", "sarvam_moe", "sarvam_mla",
+    "deepseek_v1", "sarvam_moe", "sarvam_mla", "step3p5",
 )  # fmt: skip
 """Of `WRITTEN`, those that SGLang has too."""
 IN_SGLANG: dict[str, Written] = {
