@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
@@ -37,3 +38,52 @@ def test_no_names_of_adapters_gather_that_vllm_no_longer_holds() -> None:
         manager.add_adapter(number, "policy" if number % 2 else "judge")
         assert slots._numbers("policy") == [one for one in manager.held if one % 2]
     assert len(slots._names) <= 3
+
+
+class Slots:
+    """`LRUCacheLoRAModelManager` of vLLM 0.24, as far as slots go: it computes which slot a request reads only where the
+    requests change."""
+
+    def __init__(self, *slots: int | None) -> None:
+        self.lora_index_to_id = list(slots)
+        self.adapters: dict[int, Any] = {number: None for number in slots if number is not None}
+        self.contents = [None if number is None else "first" for number in slots]
+        self._registered_adapters = SimpleNamespace(pinned_items=set())
+        self._last_mapping: object = None
+        self.read: dict[int, int] = {}
+
+    @property
+    def _active_adapters(self) -> list[int]:
+        return [number for number in self.lora_index_to_id if number is not None]
+
+    def remove_adapter(self, number: int) -> None:
+        self.lora_index_to_id = [None if held == number else held for held in self.lora_index_to_id]
+        del self.adapters[number]
+
+    def add_adapter(self, adapter: Any) -> None:
+        self.adapters[adapter.number] = adapter.said
+
+    def activate_adapter(self, number: int) -> None:
+        slot = self.lora_index_to_id.index(None)
+        self.lora_index_to_id[slot], self.contents[slot] = number, self.adapters[number]
+
+    def step(self, *numbers: int) -> list[Any]:
+        """What the running requests compute with."""
+        if self._last_mapping != numbers:
+            self.read = {number: self.lora_index_to_id.index(number) for number in numbers}
+            self._last_mapping = numbers
+        return [self.contents[self.read[number]] for number in numbers]
+
+
+def test_running_requests_read_an_adapter_in_the_slot_to_which_an_update_moved_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = Manager()
+    held = manager._adapter_manager = Slots(None, 7)  # the other slot's adapter was removed
+    slots = VllmAdapterSlots(manager)
+    monkeypatch.setattr(slots, "_made", lambda number, said: SimpleNamespace(number=number, said=said))
+    manager.add_adapter(7, "policy")
+    assert held.step(7) == ["first"]
+    slots.put("policy", "second")
+    assert held.lora_index_to_id == [7, None]
+    assert held.step(7) == ["second"]

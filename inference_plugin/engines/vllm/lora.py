@@ -56,6 +56,9 @@ class VllmAdapterSlots(TensorSlots):
                 manager.activate_adapter(number)
             if pinned:
                 manager.pin_adapter(number)
+        # An adapter may have got another slot. Up to 0.25 vLLM would look for it in the slot of before, as long as the same
+        # requests run on.
+        manager._last_mapping = None
 
     def _load(self, request: Any) -> Any:
         """The adapter that a request asks for: of an update's tensors if one brought it, else as the manager's class loads it."""
