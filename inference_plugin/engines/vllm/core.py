@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from inference_plugin.devices import in_use, start_thread
 from inference_plugin.engines.control import UNKNOWN_VERSION, EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator
-from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
 from inference_plugin.engines.vllm.outside_caches import forget
@@ -22,7 +21,7 @@ from inference_plugin.wire.errors import CommitFailed, VersionConflict
 from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
-__all__ = ["CoreCommand", "CoreControl", "own_root"]
+__all__ = ["CoreCommand", "CoreControl"]
 
 logger = logging.getLogger("vllm.weightwire")
 
@@ -75,6 +74,16 @@ class CoreControl(EngineControl):
             self._commands.remove(run)
             raise
 
+    @contextlib.contextmanager
+    def between_commands(self) -> Iterator[None]:
+        """In-process: no command runs meanwhile, such as a commit. One that hangs is waited for as long as its ranks are."""
+        is_free = self.lock.acquire(timeout=rank_timeout_s())
+        try:
+            yield
+        finally:
+            if is_free:
+                self.lock.release()
+
     # the engine's own thread
 
     def _run_commands(self) -> None:
@@ -115,6 +124,17 @@ class CoreControl(EngineControl):
             raise VersionConflict(
                 "a manager put this replica to sleep, and its trainer may use the memory",
                 hint="wake it up with that manager",
+                side="coordinator",
+            )
+
+    def check_may_sleep(self) -> None:
+        """In-process, before vLLM's own sleep: an update that only waited for requests to end is installed. Raises
+        `VersionConflict` where it waits on: it would write into released memory."""
+        self._let_commands_run()
+        if self._drained is not None:
+            raise VersionConflict(
+                "an update waits for the requests of this engine to end",
+                hint="step the engine until they have ended, or abort them, before it sleeps",
                 side="coordinator",
             )
 
@@ -252,9 +272,6 @@ class CoreControl(EngineControl):
             raise CommitFailed(f"the KV connector's cache could not be reset: {why}")
         self.core.reset_encoder_cache()
 
-    def _has_running(self) -> bool:
-        return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
-
     def _turn_prefix_root(self, txn: str, in_flight: InFlight) -> None:
         """No request that starts from here on finds a block that an older version computed.
 
@@ -354,20 +371,6 @@ def _settle(future: Future[None], act: Callable[[], None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-def own_root(
-    original: Callable[..., Any],
-    hash_function: Callable[[Any], bytes],
-    parent_block_hash: Any,
-    curr_block_token_ids: Any,
-    extra_keys: Any = None,
-) -> Any:
-    """Around `hash_block_tokens`: the first block of a conversation that keeps its cache has a root that no commit turns."""
-    salts = (key[-1] if isinstance(key, tuple) else key for key in extra_keys or ())  # newer versions give (name, key)
-    if not parent_block_hash and any(map(keeps_cache, salts)):
-        parent_block_hash = hash_function(KEEP)
-    return original(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)
 
 
 def _request_error(output: Any, message: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from inference_plugin.engines.kept_caches import keeps_cache
+from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.monkeypatch import contained, run_without, wrap
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
-from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_root
+from inference_plugin.engines.vllm.core import CoreCommand, CoreControl
 from inference_plugin.engines.vllm.core_start import ExecutorLost, start
 from inference_plugin.engines.vllm.own_loads import ask_of_loads_here, note_memory, noted_loads
 from inference_plugin.engines.vllm.shared_core import SharedCore
@@ -21,6 +21,18 @@ from inference_plugin.wire.errors import EngineUnsupported
 __all__ = ["hook_core", "hook_inproc", "hook_own_commands", "hook_requests", "hook_shared_cores", "hook_start"]
 
 logger = logging.getLogger("vllm.weightwire")
+
+CALLED_UNDER_THE_LOCK = (
+    "abort_requests",
+    *("reset_prefix_cache", "reset_encoder_cache"),
+    *(
+        "add_lora",
+        "remove_lora",
+        "pin_lora",
+    ),  # while an update replaces the adapter, it would be added as it was before
+    *("save_sharded_state", "execute_dummy_batch"),  # these read the weights
+)
+"""Methods of an in-process client that must not run while an update does, besides those with a hook of their own."""
 
 
 def hook_core(lacks: tuple[str, ...]) -> None:
@@ -50,10 +62,13 @@ def hook_core(lacks: tuple[str, ...]) -> None:
     @wrap(EngineCore, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:
         control = _control_of(self)
-        if control is not None and control.coordinator is not None:
-            with contained("closing the coordinator", logger):
-                control.coordinator.close()
-        return original(self)
+        if control is None:
+            return original(self)
+        with control.between_commands():
+            if control.coordinator is not None:
+                with contained("closing the coordinator", logger):
+                    control.coordinator.close()
+            return original(self)
 
     @wrap(EngineCoreProc, "_handle_client_request")
     def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
@@ -97,7 +112,9 @@ def hook_own_commands() -> None:
             if isinstance(control, SharedCore):
                 return original(*args, **kwargs)
             with control.lock:
-                return control.pauses.pause(partial(original, *args, **kwargs))
+                result = control.pauses.pause(partial(original, *args, **kwargs))
+                control.end_drain()  # it may have ended the requests that an update waits for
+                return result
 
     @_wrap_where_we_run(EngineCore, "resume_scheduler")
     def resume_scheduler(control: CoreControl, original: Callable[..., Any]) -> Any:
@@ -109,6 +126,7 @@ def hook_own_commands() -> None:
     @_wrap_where_we_run(Executor, "sleep")
     def sleep(control: CoreControl, original: Callable[..., Any], level: int = 1) -> Any:
         with control.lock:
+            control.check_may_sleep()
             return note_memory(control, partial(original, level), level)
 
     @_wrap_where_we_run(Executor, "wake_up")
@@ -148,7 +166,21 @@ def hook_requests() -> None:
             control.refuse(control.refusal)  # it ends with the reason, before any step
         return result
 
-    wrap(kv_cache_utils, "hash_block_tokens")(own_root)
+    @wrap(kv_cache_utils, "hash_block_tokens")
+    def hash_block_tokens(
+        original: Callable[..., Any],
+        hash_function: Callable[[Any], bytes],
+        parent_block_hash: Any,
+        curr_block_token_ids: Any,
+        extra_keys: Any = None,
+    ) -> Any:
+        """The first block of a conversation that keeps its cache has a root that no commit turns."""
+        salts = (
+            key[-1] if isinstance(key, tuple) else key for key in extra_keys or ()
+        )  # newer versions give (name, key)
+        if not parent_block_hash and any(map(keeps_cache, salts)):
+            parent_block_hash = hash_function(KEEP)
+        return original(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)
 
     if hasattr(output, "strip_covered_mm_data"):  # since 0.32
 
@@ -297,7 +329,7 @@ def hook_inproc() -> None:
                 return None
             return original(request)
 
-    for name in ("abort_requests", "reset_prefix_cache"):
+    for name in CALLED_UNDER_THE_LOCK:
 
         @_wrap_where_we_run(InprocClient, name)
         def locked(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

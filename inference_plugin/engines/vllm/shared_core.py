@@ -158,7 +158,7 @@ class SharedCore(CoreControl):
         self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         self.core.ignore_start_dp_wave = False
         self.core.engines_running = True
-        return not self._has_running()
+        return not (self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
 
     def _stand(self, in_flight: InFlight) -> None:
         """No step runs until `go_on`, and none is under way. Requests follow the policy."""
