@@ -108,6 +108,19 @@ def test_an_engine_that_its_caller_ends_while_an_update_is_installed_ends_after_
     assert client.engine_core.told == ["closed with new"]
 
 
+def test_nothing_of_ours_is_left_of_an_engine_that_could_not_be_made_after_its_replica_was_there(
+    kinds: tuple[Any, Any],
+) -> None:
+    core_kind, client_kind = kinds
+    with pytest.raises(ValueError, match="no such scheduler"):
+        client_kind(fails=True)
+    (core,) = core_kind.cores
+    assert core.told == ["closed with old", "weightwire_stop"]
+    ran = threading.Event()
+    core._weightwire_control.submit(ran.set)
+    assert ran.wait(10), "a thread waits for ever"
+
+
 def test_a_sleep_of_the_caller_s_comes_after_an_update_that_waits_for_requests_or_is_refused(
     kinds: tuple[Any, Any],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
-from inference_plugin.engines.monkeypatch import installed_version
+from inference_plugin.engines.monkeypatch import contained, installed_version
 from inference_plugin.engines.operations import started_cards
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.rank_sockets import START_TIMEOUT_S, RankSockets
@@ -24,7 +25,9 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, PeerLost, WeightwireError
 from inference_plugin.wire.messages import WorkerCard
 
-__all__ = ["ExecutorLost", "start"]
+__all__ = ["ExecutorLost", "start", "stop"]
+
+logger = logging.getLogger("vllm.weightwire")
 
 
 class ExecutorLost(PeerLost):
@@ -62,6 +65,18 @@ def start(core: Any, lacks: tuple[str, ...]) -> CoreControl:
             control.lock.acquire()  # until the client is made: `hook_inproc`
         control.coordinator = _open(core, control, replica, cards, lacks)
     return control
+
+
+def stop(control: CoreControl) -> None:
+    """Takes back a `start`: vLLM could not make the rest of the engine core. Never raises. Where the core has a process of its
+    own, workers end with that."""
+    with contained("closing the coordinator", logger):
+        if control.coordinator is not None:
+            control.coordinator.close()
+    if control.in_process:
+        with contained("stopping the workers", logger):
+            control.core.model_executor.collective_rpc("weightwire_stop", timeout=rank_timeout_s())
+        control.lock.release()  # no command finds a worker
 
 
 class _Started(msgspec.Struct, frozen=True):

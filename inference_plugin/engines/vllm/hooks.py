@@ -12,7 +12,7 @@ from inference_plugin.engines.monkeypatch import contained, run_without, wrap
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.engines.vllm.core import CoreCommand, CoreControl
-from inference_plugin.engines.vllm.core_start import ExecutorLost, start
+from inference_plugin.engines.vllm.core_start import ExecutorLost, start, stop
 from inference_plugin.engines.vllm.own_loads import ask_of_loads_here, note_memory, noted_loads
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
@@ -58,6 +58,15 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             result = original(self, vllm_config)
             _start_coordinator(self, lacks)
         return result
+
+    @wrap(EngineCore, "__init__")
+    def init_core(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except BaseException:  # after the coordinator has started, too: in the caller's process it would stay
+            if (control := _control_of(self)) is not None:
+                stop(control)
+            raise
 
     @wrap(EngineCore, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:

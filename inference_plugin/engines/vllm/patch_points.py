@@ -59,6 +59,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name"), "called: the weight-transfer backend `weightwire`"),
     # EngineCore
     PatchPoint(_CORE + "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs"), "wrapped: answers vLLM's weight-transfer calls for that backend; tears the replica before vLLM resets its weights; after other calls asks who wrote the weights"),
+    PatchPoint(_CORE + "EngineCore.__init__", ("vllm_config",), "wrapped: where it fails after the coordinator has started, that ends"),
     PatchPoint(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the coordinator starts"),
     PatchPoint(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: notes the prefix root"),
     PatchPoint(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook; a torn replica refuses"),
