@@ -118,3 +118,31 @@ def test_a_cache_that_a_session_keeps_from_being_emptied_fails_the_update_with_w
     core.scheduler.has_unfinished_requests = lambda: False
     with pytest.raises(CommitFailed, match=r"Failed to reset KV cache.*streaming input.*'keep'"):
         CoreControl(core).pause(policy)
+
+
+def test_an_update_that_gave_up_waiting_for_requests_empties_no_cache_of_those_that_a_later_one_keeps(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[Any] = []
+
+    def pause_scheduler(mode: str, clear_cache: bool) -> Future[None] | None:
+        stands: Future[None] = Future()
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        core._idle_state_callbacks.append(lambda _: stands.set_result(None))
+        return stands
+
+    core.pause_scheduler, core.input_queue = pause_scheduler, SimpleNamespace(put_nowait=lambda _: None)
+    control = CoreControl(core)
+    control.in_process = False
+    monkeypatch.setattr(control, "_reset_caches", lambda: emptied.append(core.state))
+    core.running = 1
+    control.pause("drain")
+    control.resume()
+    kept = control.pause("keep")
+    core.go_round()
+    assert kept is not None and kept.done() and emptied == []
+    control.resume()
+    control.pause("drain")
+    core.running = 0
+    core.go_round()
+    assert emptied == [PauseState.PAUSED_NEW]

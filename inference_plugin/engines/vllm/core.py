@@ -42,6 +42,8 @@ class CoreControl(EngineControl):
         """Whether a request has named a conversation that keeps its cache: from then on commits drop no cached block."""
         self.pauses = OwnPauses(core, self.submit)
         self._asleep: frozenset[MemoryTag] = frozenset()
+        self._wait: object = None
+        """The pause that empties the caches once requests have ended, unless it was given up."""
         # in-process only
         self.loads_told = 0
         """The number of noted loads in this process when workers were last asked of them."""
@@ -107,7 +109,10 @@ class CoreControl(EngineControl):
         mode = {"keep": "keep", "recompute": "keep", "abort": "abort", "drain": "wait"}[in_flight]
         with self.pauses.ours():
             stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=False)
-        return stopped if in_flight == "keep" else _then(stopped, self._reset_caches)
+        if in_flight == "keep":
+            return stopped
+        self._wait = wait = object()  # vLLM calls back when it is idle next, also where nobody waits for that any more
+        return _then(stopped, lambda: self._reset_caches() if self._wait is wait else None)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
@@ -141,7 +146,7 @@ class CoreControl(EngineControl):
     def resume(self) -> None:
         from vllm.v1.engine import EngineCoreRequestType
 
-        self._drained = None
+        self._drained = self._wait = None
         if self.pauses.let_go() and not self.in_process:
             # The core may sleep on its input queue by now, with requests that may go on.
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
