@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -91,11 +92,9 @@ class TransformersEngine(Closing):
         """
         if not len(prompt):
             raise ValueError("a prompt has at least one token")
-        if not self._loop.thread.is_alive():
-            raise WeightwireError("the engine is closed and takes no request")
         self._loop.check_length(len(prompt) + max_new_tokens)
         request = _Request(list(prompt), max_new_tokens)
-        self._loop.submit(lambda: self._loop.admit(request))
+        self._loop.take(request)
         return request.future
 
     def close(self) -> None:
@@ -150,6 +149,7 @@ class _Loop(EngineControl):
         self._refusal: str | None = None
         self._holding = False
         self._stopping = False
+        self._taking = threading.Lock()
         self.thread = start_thread(self._run, name="transformers-engine", stop=lambda: self.submit(self.stop))
 
     def _run(self) -> None:
@@ -207,7 +207,14 @@ class _Loop(EngineControl):
                 "ask for fewer new tokens, or start the engine with a larger captured_length"
             )
 
-    def admit(self, request: _Request) -> None:
+    def take(self, request: _Request) -> None:
+        """Any thread."""
+        with self._taking:
+            if self._stopping or not self.thread.is_alive():
+                raise WeightwireError("the engine is closed and takes no request")
+            self.submit(lambda: self._admit(request))
+
+    def _admit(self, request: _Request) -> None:
         if not request.future.set_running_or_notify_cancel():
             return
         if self._refusal is not None:
@@ -218,8 +225,11 @@ class _Loop(EngineControl):
             (self._running if self._drained is None else self._held).append(request)
 
     def stop(self) -> None:
+        with self._taking:
+            self._stopping = True
+        while not self._work.empty():
+            self._work.get()()  # a request that another thread made meanwhile
         self._end_all()
-        self._stopping = True
 
     def _end_all(self) -> None:
         ended, self._running, self._held = [*self._running, *self._held], [], []

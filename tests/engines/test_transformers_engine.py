@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -190,6 +191,18 @@ def test_a_request_that_fails_or_is_cancelled_ends_alone_and_the_engine_goes_on(
         assert len(engine.generate([1, 5], 3).result(600).tokens) == 3
     with pytest.raises(WeightwireError, match="closed"):
         engine.generate([1, 5], 3)
+
+
+def test_a_request_that_comes_while_the_engine_is_closed_ends_too(directory: Path, checkpoint: Checkpoint) -> None:
+    with TransformersEngine(checkpoint("llama", tied=False, seed=1)) as engine:
+        is_closing = threading.Event()
+        engine._loop.submit(is_closing.wait)  # type: ignore[arg-type]
+        engine._loop.submit(engine._loop.stop)
+        late = engine.generate(PROMPTS[0], COUNT)
+        is_closing.set()
+        assert late.result(30).finish_reason == "abort"
+        with pytest.raises(WeightwireError, match="is closed"):
+            engine.generate(PROMPTS[0], COUNT)
 
 
 def test_a_user_without_an_engine_can_play_with_it(tmp_path: Path) -> None:
