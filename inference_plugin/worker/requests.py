@@ -181,19 +181,24 @@ def seal(group: WeightUpdateGroup, asker: Any, request: Seal) -> None:
 
 
 def abort(group: WeightUpdateGroup, asker: Any, request: Abort) -> None:
-    """Answered when the work for the transaction has ended and its memory is free."""
-    if group.transaction is None or group.transaction.txn != request.txn:
-        group.reply(asker, Done())
+    """Answered when the work for the transaction has ended and its memory is free, also where it was dropped before."""
+    transaction = group.transaction
+    if transaction is None or transaction.txn != request.txn:
+        if (dropped := next((one for one in group.dropped if one.txn == request.txn), None)) is not None:
+            dropped.abort_askers.append(asker)
+        else:
+            group.reply(asker, Done())
         return
-    reason = request.reason or "aborted by the trainer"
-    if group.is_streaming:
-        group.transaction.abort_askers.append(asker)
-        group.end_stream(reason)
-        return
-    if group.state == "committing":
+    is_streaming = group.is_streaming
+    is_committing = group.state == "committing" and not is_streaming
+    if is_committing and transaction.error is None:
         raise VersionConflict("too late to abort: the transaction is being committed")
-    group.transaction.abort_askers.append(asker)
-    group.drop(reason)
+    transaction.abort_askers.append(asker)
+    reason = request.reason or "aborted by the trainer"
+    if is_streaming:
+        group.end_stream(reason)
+    elif not is_committing:
+        group.drop(reason)
 
 
 def release(group: WeightUpdateGroup, asker: Any, _request: Release) -> None:

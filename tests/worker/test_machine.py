@@ -155,7 +155,7 @@ class Shell:
             opened = GroupOpened((Box(0, (0,), (4,)),), "plan", "copy", "a test")
             result = Terms(opened, frozenset(names), whole)
         elif isinstance(work, MapStaging):
-            result = Mapped(f"segment of {work.txn}", work.segment == b"late")
+            result = Mapped(f"segment of {work.txn}", work.segment == b"late", streams=work.segment == b"streams")
         elif isinstance(work, Stage):
             result = Sealed(done=True, digest=work.digest)
         if error is None:
@@ -520,6 +520,36 @@ def test_what_ends_after_its_transaction_was_dropped_changes_nothing() -> None:
     assert aborted.answers == [Done()] and shell.mapped == set()
     assert shell.states == [("policy", "receiving"), ("policy", "idle")]
     assert shell.machine.groups["policy"].transaction is None
+
+
+def test_an_abort_that_comes_again_or_after_the_drop_is_answered_once_the_memory_is_free_too() -> None:
+    shell = Shell()
+    shell.opened()
+    for txn, drops in (("t1", Abort("policy", "t1")), ("t2", OpenGroup("policy", TERMS["ab"][0], "zmq"))):
+        shell.begin(txn, 1)
+        shell.request(drops)
+        again = shell.request(Abort("policy", txn))
+        assert again.answers == [] and shell.machine.groups["policy"].busy
+        shell.end_all()
+        assert again.answers == [Done()] and shell.mapped == set()
+
+
+def test_an_abort_of_a_streamed_update_that_comes_again_gets_the_answer_of_the_first() -> None:
+    """The engine's thread, which waits for bytes, takes a while to hear of it."""
+    shell = Shell()
+    shell.opened()
+    shell.begin("t1", 1, segment=b"streams")
+    shell.end_all()
+    shell.engine(CheckSealed, "policy", "t1", 1)
+    shell.engine(Install, "policy", "t1")
+    aborts = [shell.request(Abort("policy", "t1")) for _ in range(2)]
+    with pytest.raises(VersionConflict, match="aborted by the trainer"):
+        shell.engine(CheckCommitting, "policy", "t1")
+    shell.engine(StartUndo, "policy")
+    shell.engine(Undone, "policy", "the stream ended")
+    assert [each.answers for each in aborts] == [[], []]
+    shell.end_all()
+    assert [each.answers for each in aborts] == [[Done()], [Done()]]
 
 
 def test_a_transaction_is_cleaned_up_once_its_preparation_has_ended_and_the_next_one_waits() -> None:
