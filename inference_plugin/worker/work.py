@@ -278,7 +278,7 @@ class GroupWork:
         if (old := work.request) is not None:
             zone = transport_named(old.transport).lands_in_zone
             with self._where.live_memory.read():
-                self.installer.open(old.manifest, old.install, partial=old.partial, zone=zone)
+                self.installer.open(old.manifest, old.install, partial=old.partial, zone=zone, sharing=old.sharing)
 
     def _map(self, work: MapStaging) -> Mapped:
         assert self._in_force is not None

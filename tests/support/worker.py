@@ -38,6 +38,8 @@ class KeepingInstaller:
     keeps_previous: bool = False
     installed: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    sharing: int = 0
+    """As the last `open` named it."""
     gate: threading.Event = field(default_factory=threading.Event)
     open_gate: threading.Event = field(default_factory=threading.Event)
     manifest: Manifest | None = None
@@ -54,7 +56,7 @@ class KeepingInstaller:
             raise TransportUnavailable("zone: this installer has no second set")
         self._note("open")
         assert self.open_gate.wait(600)
-        self.manifest = manifest
+        self.manifest, self.sharing = manifest, sharing
         whole = tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
         return InstallTerms(whole if self.needs is None else self.needs, "plan", "copy", "a test")
 

@@ -491,13 +491,14 @@ def test_terms_refused_for_another_groups_parameters_leave_the_agreed_ones_in_fo
     other = Driver(worker.address, "critic", Manifest((TensorSpec("head", "int8", (3,)),)))
     other.open()
     trainer = Driver(worker.address)
-    trainer.open()
+    trainer.open(sharing=8)
     trainer.update("t1", 1, weights(1))
     worker.commit("t1", 1)
     both = Driver(worker.address, manifest=Manifest((TensorSpec("head", "int8", (3,)), *MANIFEST.tensors)))
     with pytest.raises(ManifestMismatch, match="parameters that group 'critic' writes already: head") as raised:
         both.open()
     assert "close that group first" in raised.value.hint
+    assert worker.installer.sharing == 8, "eight replicas of this host share its free memory as before"
     trainer.update("t2", 2, weights(2))
     worker.commit("t2", 2)
     serves(worker, 2, 2)
