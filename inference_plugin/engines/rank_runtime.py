@@ -199,7 +199,7 @@ class RankRuntime:
         """The answer, but for the time that it took."""
         reply = partial(RankReply, operation.nonce, self.identity.rank)
         table = self._table
-        if self._asleep_by_engine and operation.name in ("check", "verify", "read_on", "may_sleep"):
+        if self._asleep_by_engine and operation.name in ("check", "install", "verify", "read_on", "may_sleep"):
             raise asleep_by_engine()
         match operation.name:
             case "tear":

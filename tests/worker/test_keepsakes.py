@@ -6,17 +6,21 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from inference_plugin.engines.keepsakes import Keepsakes
 from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.net import addresses
+from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported
-from tests.support.plain_engine import PlainEngineModel
+from tests.support.plain_engine import PlainEngineModel, checkpoint, live_digests, manifest_of
 from tests.support.reachable import reachable_tensors
+from tests.worker.driver import Driver
 
 
 class Attention:
@@ -143,3 +147,28 @@ def test_an_engine_that_slept_though_nothing_could_be_kept_takes_no_update_any_m
             EngineUnsupported, match=r"not everything could be kept that no update brings back .* restart the engine"
         ):
             let_in()
+
+
+def test_a_commit_that_waits_while_the_engine_releases_its_weights_writes_nothing(sleeper: Sleeper) -> None:
+    """Requests in flight end first (`drain`), and the user's own sleep comes before the commit's turn."""
+
+    def perform(name: str, txn: str, version: int) -> RankReply:
+        operation = RankOperation("n", name, "policy", txn, version)  # type: ignore[arg-type]
+        return decode_as(sleeper.runtime.call(msgspec.msgpack.encode(operation)), RankReply)
+
+    before = live_digests(sleeper.model.live)
+    weights = checkpoint(5, layers=1)
+    with contextlib.closing(Driver(sleeper.runtime.card().address, manifest=manifest_of(weights))) as trainer:
+        trainer.open()
+        trainer.update("t1", 1, weights)
+        assert perform("check", "t1", 1).error is None
+        sleeper.runtime.note_sleep("")
+        refused = perform("install", "t1", 1).error
+        assert refused is not None and refused.kind == "ReplicaAsleep"
+        assert perform("undo", "t1", 1).error is None
+        sleeper.runtime.note_wake_up()
+        assert live_digests(sleeper.model.live) == before
+        trainer.update("t2", 2, weights)
+        for name in ("check", "install", "finish"):
+            assert perform(name, "t2", 2).error is None
+    assert live_digests(sleeper.model.live) != before
