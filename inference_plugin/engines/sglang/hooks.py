@@ -95,7 +95,14 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
 def hook_own_commands() -> None:
     """SGLang's own commands that pause, release memory or write weights."""
-    from sglang.srt.managers.io_struct import CheckWeightsReqOutput, ResumeMemoryOccupationReqOutput
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import (
+        CheckWeightsReqOutput,
+        ReleaseMemoryOccupationReqInput,
+        ReleaseMemoryOccupationReqOutput,
+        ResumeMemoryOccupationReqInput,
+        ResumeMemoryOccupationReqOutput,
+    )
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -124,23 +131,31 @@ def hook_own_commands() -> None:
             return CheckWeightsReqOutput(success=False, message=f"weightwire: the weights were not reset: {error}")
         return original(self, recv_req)
 
+    # The user and a manager may each release memory, and take it back. SGLang ends where memory is moved twice the same way.
     @wrap(SchedulerWeightUpdaterManager, "release_memory_occupation")
     def release_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         if _rank is None:
             return original(self, recv_req)
-        releases = not recv_req.tags or "weights" in recv_req.tags
-        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags, releases=releases)
+        tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag not in self.offload_tags]
+        if not tags:
+            return ReleaseMemoryOccupationReqOutput()
+        request = ReleaseMemoryOccupationReqInput(tags=tags)
+        return _rank.note_memory(lambda: original(self, request), self.offload_tags, releases="weights" in tags)
 
     @wrap(SchedulerWeightUpdaterManager, "resume_memory_occupation")
     def resume_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         if _rank is None:
             return original(self, recv_req)
+        tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag in self.offload_tags]
         if _rank.runtime.is_asleep and not _rank.runtime.moves_memory:
             logger.warning(
                 "weightwire: not woken: a manager put this replica to sleep, and its trainer may use the memory"
             )
+            tags = []
+        if not tags:
             return ResumeMemoryOccupationReqOutput()
-        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags, releases=False)
+        request = ResumeMemoryOccupationReqInput(tags=tags)
+        return _rank.note_memory(lambda: original(self, request), self.offload_tags, releases=False)
 
     @wrap(Scheduler, "pause_generation")
     def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:

@@ -212,11 +212,11 @@ class SchedulerRank:
             self.tell_unknown(unknown)
 
     def note_memory(self, move: Callable[[], Any], offloaded: set[str], *, releases: bool) -> Any:
-        """Around SGLang's own release of memory, or its end; `offloaded` is what is released so far, and the weights are among
-        what it `releases`. Returns its answer."""
+        """Around SGLang's own release of memory, or its end; `offloaded` is what is released so far. `releases`: the weights are
+        about to be released. Returns its answer."""
         if self.runtime.moves_memory:
             return move()
-        if releases and "weights" not in offloaded:
+        if releases:
             keeps = self.model.why_no_sleep(1) is None
             lost = "" if keeps else "SGLang's own release_memory_occupation gave the weights up"
             self._lost_versions(self.runtime.note_sleep(lost))
