@@ -1,15 +1,18 @@
-"""What SGLang's ranks do when they can't reach each other: each refuses by what it knows itself."""
+"""Turns of SGLang's ranks: where these can't reach each other, each refuses by what it knows itself; where no step runs, SGLang's
+watchdog is told."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
-from inference_plugin.engines.sglang.turn import Turn
+from inference_plugin.engines.sglang.turn import EngineOperation, Step, Turn
 
 
 class Apart:
@@ -54,3 +57,21 @@ def test_a_rank_that_loses_the_others_in_the_middle_of_a_commit_refuses(unsure: 
     if unsure:
         assert "rank 0 lost the others while group 'policy' was committing" in follower.refusal
         assert follower.ended == ["retract", follower.refusal, "continue"]
+
+
+def test_sglang_s_watchdog_does_not_end_an_engine_that_stands_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the engine where a batch is under way for five minutes without a step; `keep` leaves one under way."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    requests: Any = sys.modules["sglang.srt.managers.io_struct"]
+    requests.AbortReq = requests.PauseGenerationReqInput = SimpleNamespace
+    one = scheduler_rank("")
+    one.model = SimpleNamespace(device=torch.device("cpu"))
+    one.scheduler = SimpleNamespace(
+        _engine_paused=False, cur_batch_for_debug="a batch", pause_generation=lambda _: None
+    )
+    LeaderControl(one, []).pause("keep")
+    assert one.scheduler.cur_batch_for_debug is None, "in a commit that streams"
+    one.scheduler.cur_batch_for_debug = "the next batch"
+    one.perform(Step(engine=EngineOperation("stand")))
+    assert one.scheduler.cur_batch_for_debug is None, "in a manager's pause"

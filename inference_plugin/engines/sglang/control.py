@@ -90,6 +90,7 @@ class _TurnControl(CommandedEngine):
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
         device_of(self._rank.model.device).drain(self._rank.model.device)  # a forward pass may be queued
+        self._rank.note_stop()  # bytes may be streamed for long
         if in_flight == "keep":
             return None  # no step runs within a turn
         if in_flight == "recompute":

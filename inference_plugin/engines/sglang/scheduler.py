@@ -155,6 +155,7 @@ class SchedulerRank:
         elif operation.name == "flush":
             return is_idle(scheduler) and flush_cache(scheduler)
         elif operation.name == "stand":
+            self.note_stop()
             self._paused = True
             if not scheduler._engine_paused:
                 with self._ours():
@@ -236,6 +237,11 @@ class SchedulerRank:
             return True
         self._paused_by_user = paused
         return paused or not self._paused
+
+    def note_stop(self) -> None:
+        """No step runs until the next batch is planned. SGLang's watchdog ends the engine where a batch is under way for
+        `--watchdog-timeout` (five minutes) without a step, also while the engine is paused."""
+        self.scheduler.cur_batch_for_debug = None
 
     def refuse_what_is_unknown(self) -> None:
         """The ranks have lost each other: one that was in the middle of a commit doesn't know what the others hold."""
