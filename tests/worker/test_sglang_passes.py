@@ -1,4 +1,5 @@
-"""What SGLang has at a commit beside its weights: passes whose tokens it hasn't processed, and encodings of images."""
+"""What SGLang has at a commit or a sleep beside its weights: passes whose tokens it hasn't processed, encodings of images, and
+grammars that it compiles."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from inference_plugin.engines.sglang.scheduler import forget_encodings, tokens_made
+from inference_plugin.engines.sglang.served import ServedModel
 
 
 class Copied:
@@ -46,3 +48,26 @@ def test_encodings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule.embedding_cache = cache
         forget_encodings()
         assert not cache
+
+
+def test_an_engine_that_compiles_a_grammar_falls_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's release of memory fails where it counts as busy, and it does while it compiles. Nothing of that request is there
+    yet."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    requests: Any = sys.modules["sglang.srt.managers.io_struct"]
+    requests.ReleaseMemoryOccupationReqInput = SimpleNamespace
+    grammars = SimpleNamespace(grammar_queue=["a request"])
+    model: Any = object.__new__(ServedModel)
+    vars(model)["_scheduler"] = SimpleNamespace(
+        grammar_manager=grammars,
+        enable_hierarchical_cache=True,
+        waiting_queue=[],
+        is_fully_idle=lambda ignore_waiting=False: True,
+    )
+    seen = []
+    vars(model)["_updater"] = SimpleNamespace(
+        release_memory_occupation=lambda _: seen.append(list(grammars.grammar_queue))
+    )
+    model.sleep(1)
+    assert seen == [[]] and grammars.grammar_queue == ["a request"]

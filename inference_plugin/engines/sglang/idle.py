@@ -12,13 +12,13 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["flush_cache", "is_idle"]
+__all__ = ["but_for_the_rest", "flush_cache", "is_idle"]
 
 
 def is_idle(scheduler: Any, *, but_for_waiting: bool = False) -> bool:
     """Whether no request computes, or is about to. `but_for_waiting`: requests in the queue don't count."""
     ignored = {"ignore_waiting": True} if but_for_waiting and _can_ignore_waiting(scheduler) else {}
-    with _but_for_the_rest(scheduler, but_for_waiting):
+    with but_for_the_rest(scheduler, but_for_waiting):
         return bool(scheduler.is_fully_idle(**ignored))
 
 
@@ -28,7 +28,7 @@ def flush_cache(scheduler: Any) -> bool:
         controller = scheduler.tree_cache.cache_controller
         for copy in (*controller.ack_write_queue, *controller.ack_load_queue):
             copy.finish_event.synchronize()  # of rows that the next requests get
-    with _but_for_the_rest(scheduler, scheduler._engine_paused):
+    with but_for_the_rest(scheduler, scheduler._engine_paused):
         return bool(scheduler.flush_cache(empty_cache=False))
 
 
@@ -38,8 +38,9 @@ def _can_ignore_waiting(scheduler: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _but_for_the_rest(scheduler: Any, but_for_waiting: bool) -> Iterator[None]:
-    """SGLang asks neither about grammars nor about copies, nor about a queue that it cannot ignore by itself."""
+def but_for_the_rest(scheduler: Any, but_for_waiting: bool) -> Iterator[None]:
+    """SGLang asks neither about grammars nor about copies, nor, with `but_for_waiting`, about a queue that it cannot ignore by
+    itself."""
     grammars = scheduler.grammar_manager
     compiling, grammars.grammar_queue = grammars.grammar_queue, []
     copies, scheduler.enable_hierarchical_cache = scheduler.enable_hierarchical_cache, False

@@ -12,6 +12,7 @@ from inference_plugin.engines.drafts import HasDraft
 from inference_plugin.engines.live_model import without_wrappers
 from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.engines.sglang.draft import SglangDraft, borrowed, draft_of, drafting_models, holds_views
+from inference_plugin.engines.sglang.idle import but_for_the_rest
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.model import SglangModel, skeleton_of
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
@@ -69,7 +70,8 @@ class ServedModel(HasDraft, SglangModel):
     def sleep(self, level: SleepLevel) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        with but_for_the_rest(self._scheduler, True):  # the cache was flushed as the engine stopped
+            self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
 
     def wake_up(self, tag: MemoryTag) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
