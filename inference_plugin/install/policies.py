@@ -48,13 +48,14 @@ what post-processing leaves behind, a model's worth of it or several."""
 class WayBack:
     """What undoing an unconfirmed installation needs: whether it touched the live model, and the weights that it replaced.
 
-    `shares`: those of all ranks for the version that is installed or being installed; `shares_before`: for the version before.
+    `shares`: those of all ranks for the version that is installed or being installed; `shares_before`: for the version before,
+    while one is being installed.
     """
 
     touched: bool = False
     replaced: StandbyWeights | None = None
     shares: tuple[Share, ...] = ()
-    shares_before: tuple[Share, ...] = ()
+    shares_before: tuple[Share, ...] | None = None
 
 
 class PolicyInstaller(abc.ABC):
@@ -102,14 +103,15 @@ class PolicyInstaller(abc.ABC):
 
     def undo(self, previous: torch.Tensor | None) -> None:
         """Raises `TornReplica` if the previous version is gone."""
-        self._way_back.shares = self._way_back.shares_before
+        if self._way_back.shares_before is not None:  # else this rank failed before it began to install
+            self._way_back.shares, self._way_back.shares_before = self._way_back.shares_before, None
         if self._way_back.touched:
             self._put_back(previous)
             self._drain()
             self._way_back.touched = False
 
     def finish(self) -> None:
-        self._way_back.touched, self._way_back.shares_before = False, ()
+        self._way_back.touched, self._way_back.shares_before = False, None
         replaced, self._way_back.replaced = self._way_back.replaced, None
         if replaced is not None:
             free_later(self._keep(replaced))

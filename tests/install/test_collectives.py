@@ -162,6 +162,9 @@ def test_a_maximum_is_that_of_all_ranks_and_the_way_back_has_its_own(policy: str
         installer.finish()
     before = engine.held()
     installer.prepare(segment(2), lambda: None)
+    installer.undo(segment(3))  # this rank failed before it began to install
+    installer.discard()
+    installer.prepare(segment(2), lambda: None)
     installer.install(segment(2), [installer.share(), told(14, rank=1)])
     assert same(engine.held(), expected(2, 14))
     installer.undo(segment(3))
