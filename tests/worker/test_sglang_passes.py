@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.engines.sglang.scheduler import forget_encodings, tokens_made
+from inference_plugin.engines.sglang.scheduler import SchedulerRank, forget_encodings, tokens_made
 from inference_plugin.engines.sglang.served import ServedModel
 
 
@@ -37,6 +37,31 @@ def test_a_pass_makes_one_token_of_each_request_otherwise() -> None:
     batch = SimpleNamespace(reqs=["a", "b"], forward_mode=SimpleNamespace(is_decode=lambda: True))
     assert tokens_made(batch, SimpleNamespace(accept_lens=None, copy_done=None)) == [1, 1]
     assert tokens_made(batch, SimpleNamespace()) == [1, 1], "of an embedding model"
+
+
+def test_a_request_of_a_diffusion_model_that_rests_at_an_update_keeps_the_stamp_of_its_earlier_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang computes the prompts of others first, and finds such a request neither in a batch nor in its queue."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    context: Any = ModuleType("sglang.srt.runtime_context")
+    context.get_serving = lambda: SimpleNamespace(weight_version="1")
+    versions: Any = ModuleType("sglang.srt.utils.weight_versions")
+    versions.WeightVersionEvent = lambda *event: event
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", versions)
+    resting, seen, unbegun = (
+        SimpleNamespace(output_ids=ids, weight_version_events=[]) for ids in ([5] * 8, [6] * 4, [])
+    )
+    rank: Any = object.__new__(SchedulerRank)
+    rank.scheduler = SimpleNamespace(
+        dllm_manager=SimpleNamespace(waiting_queue=[resting, seen, unbegun]),
+        enable_overlap=False,
+        record_weight_version_change=lambda new_version: seen.weight_version_events.append(("1", 4)),
+    )
+    rank._stamp("2")
+    assert [one.weight_version_events for one in (resting, seen, unbegun)] == [[("1", 8)], [("1", 4)], []]
 
 
 def test_encodings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

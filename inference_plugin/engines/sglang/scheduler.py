@@ -254,15 +254,22 @@ class SchedulerRank:
             logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
 
     def _stamp(self, version: str) -> None:
-        """Stamps outputs with the version. SGLang's own record leaves out the tokens of a forward pass whose result is still
-        to be processed (SGLang overlaps the two): they are of the weights that the pass ran with."""
+        """Stamps outputs with the version. SGLang's own record leaves out a diffusion model's requests that rest between two
+        blocks, and the tokens of a forward pass whose result is still to be processed (SGLang overlaps the two): they are of the
+        weights that the pass ran with."""
         from sglang.srt.runtime_context import get_serving
         from sglang.srt.utils.weight_versions import WeightVersionEvent
 
         scheduler = self.scheduler
         old = get_serving().weight_version
         scheduler.record_weight_version_change(new_version=version)
-        if old == version or not scheduler.enable_overlap:
+        if old == version:
+            return
+        for request in scheduler.dllm_manager.waiting_queue:
+            event = WeightVersionEvent(old, len(request.output_ids))
+            if request.output_ids and event not in request.weight_version_events[-1:]:
+                request.weight_version_events.append(event)
+        if not scheduler.enable_overlap:
             return
         for batch, result in scheduler.result_queue:
             for request, count in zip(batch.reqs, tokens_made(batch, result), strict=True):
