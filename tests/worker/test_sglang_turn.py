@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference_plugin.engines.sglang import scheduler as scheduler_module
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import EngineOperation, Step, Turn
@@ -75,3 +76,26 @@ def test_sglang_s_watchdog_does_not_end_an_engine_that_stands_for_long(monkeypat
     one.scheduler.cur_batch_for_debug = "the next batch"
     one.perform(Step(engine=EngineOperation("stand")))
     assert one.scheduler.cur_batch_for_debug is None, "in a manager's pause"
+
+
+def test_a_rank_that_fails_as_it_starts_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in of SGLang's may draft by anything, also by what can't be watched for loads."""
+    context: Any = ModuleType("sglang.srt.runtime_context")
+    context.get_parallel = lambda: SimpleNamespace(attn_tp_rank=0)
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    closed = []
+
+    def made(name: str, **fields: Any) -> Any:
+        return lambda *_: SimpleNamespace(close=lambda: closed.append(name), **fields)
+
+    monkeypatch.setattr(scheduler_module, "ServedModel", made("model", drafts=[SimpleNamespace()]))
+    monkeypatch.setattr(scheduler_module, "Doorbell", made("bell"))
+    monkeypatch.setattr(scheduler_module, "RankRuntime", made("runtime"))
+    runner = SimpleNamespace(model=torch.nn.Module())
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), idle_sleeper=None)
+    ranks: Any = SimpleNamespace(rank=0, tp_rank=0, stage=0, stages=1, size=1)
+    with pytest.raises(TypeError):
+        SchedulerRank(scheduler, ranks, "sglang-1")
+    assert {"runtime", "bell"} <= set(closed)

@@ -55,16 +55,16 @@ class SchedulerRank:
         self.cards: list[WorkerCard] = []
         self.model = ServedModel(scheduler)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
-        try:
+        self._end_notes: list[Callable[[], None]] = []
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._remove_sockets)
+            if_it_fails.callback(self.bell.close)
             identity = RankIdentity(self.replica, self.rank, ranks.tp_rank, ranks.stage, ranks.size)
             self.runtime = RankRuntime(identity, self.model)
-            self._end_notes = [
-                note_loads(model, partial(self.note_load, model)) for model in (self.live, *self.model.drafts)
-            ]
-        except BaseException:
-            self.bell.close()
-            self._remove_sockets()
-            raise
+            if_it_fails.callback(self.close)
+            for model in (self.live, *self.model.drafts):
+                self._end_notes.append(note_loads(model, partial(self.note_load, model)))
+            if_it_fails.pop_all()
         self.tell_unknown: Callable[[dict[str, str]], None] = lambda _: None
         """Hears, on the first rank, that somebody else writes the weights."""
         self.refusal: str | None = None
