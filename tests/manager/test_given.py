@@ -26,7 +26,7 @@ from tests.manager.test_manager import holds, source
 from tests.manager.test_ranks import Trainer, trainer
 from tests.support.plain_engine import checkpoint, manifest_of
 from tests.support.rig import ROOT
-from trainer_adapters import SyncManager
+from trainer_adapters import ModuleAdapter, SyncManager
 
 __all__ = ["trainer"]  # a fixture
 
@@ -48,6 +48,16 @@ def test_a_mapping_of_tensors_is_sent_as_it_is_and_verified(start: Start, manage
     manager.update(list(checkpoint(2).items()), 2)
     manager.update(lambda: iter(checkpoint(3).items()), 3)
     assert holds(rig, 3)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_at_all_is_no_version(start: Start, partial: bool) -> None:
+    """Such as a model of which exclude= leaves out all, or an export that yields nothing."""
+    rig = start()
+    with SyncManager(partial=partial, timeout_s=60) as manager:
+        with pytest.raises(ManifestMismatch, match="names no tensor"):
+            manager.update(ModuleAdapter(checkpoint(1), exclude=["*"]))
+        assert manager.versions() == {rig.replica: None}
 
 
 def test_the_same_model_is_read_anew_for_each_update(start: Start, manager: SyncManager) -> None:
@@ -305,7 +315,7 @@ def test_a_forked_child_leaves_its_parents_manager_alone(start: Start) -> None:
 
 CLOSED_AT_THE_END = """
 import atexit, sys
-from trainer_adapters import SyncManager
+from trainer_adapters import ModuleAdapter, SyncManager
 
 def late(call):
     try:
