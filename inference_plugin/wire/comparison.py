@@ -25,6 +25,8 @@ def _difference(box: BoxDigest, tensor: torch.Tensor | None) -> str:
         return f"{where} is in the engine and not in the source"
     if str(tensor.dtype).removeprefix("torch.") != box.dtype:
         return f"{where} is {box.dtype} in the engine and {tensor.dtype} in the source"
+    if not box.lies_in(tuple(tensor.shape)):
+        return f"{where} is in the engine, and the source's tensor has shape {list(tensor.shape)}"
     part = narrowed(tensor, box.offsets, box.sizes)
     if not box.signed_zeros and part.is_floating_point() and part.element_size() > 1:
         part = part + 0

@@ -35,6 +35,17 @@ class Wrong(ShardSource):
             yield LocalSlice(item.box, self.make(item.tensor)) if item.box.tensor == 0 else item
 
 
+@pytest.mark.parametrize("shape", [(8, 16), (16, 16, 1), (256,)])
+def test_a_tensor_whose_shape_is_another_one_than_the_engines_differs(start: Start, shape: tuple[int, ...]) -> None:
+    start()
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        name = "layers.0.out.weight"
+        report = manager.verify(ShardSource(checkpoint(1) | {name: torch.zeros(shape, dtype=torch.bfloat16)}))
+    assert not report.ok and f"shape {list(shape)}" in report.replicas[0].differ[0]
+    assert report.replicas[0].differ[1] == f"held by no rank: {name} (1 in all)"
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_slice_of_another_shape_or_kind_than_its_box_is_refused_before_it_travels(
     start: Start, transport: str

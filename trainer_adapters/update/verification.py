@@ -97,7 +97,7 @@ def _compare(
         Box(manifest.index[box.name], box.offsets, box.sizes)
         for rank in reply.ranks
         for box in rank.boxes
-        if box.name in manifest.index
+        if box.name in manifest.index and box.lies_in(manifest.tensors[manifest.index[box.name]].shape)
     )
     excused = {name for rank in reply.ranks for name in rank.unreadable if name in manifest.index}
     unreadable_boxes = (manifest.whole(manifest.index[name]) for name in excused)

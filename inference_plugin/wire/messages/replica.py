@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated
 
 import msgspec
@@ -80,6 +81,12 @@ class BoxDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str
     digest: int
     signed_zeros: bool = True
+
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has the box's elements."""
+        return len(shape) == len(self.sizes) and all(
+            map(operator.ge, shape, map(operator.add, self.offsets, self.sizes))
+        )
 
 
 class RankVerify(msgspec.Struct, frozen=True):
