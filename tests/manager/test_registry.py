@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -207,6 +208,21 @@ def test_managers_of_one_process_share_a_registry_and_the_last_one_closes_it(
     third = registry.take()
     assert third is not first and names(third) == []
     registry.give_back(third)
+
+
+def test_a_fork_has_a_registry_of_its_own(directory: Path) -> None:
+    """Its parent's has no thread there: replicas that start later would register in vain."""
+    parents = registry.take()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            with Channel(registry.take().address) as channel:
+                channel.request(Register(card(), 60), Done, timeout_s=30)
+            os._exit(names(registry.take()) != ["plain-1-abc"])
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert names(parents) == []
+    registry.give_back(parents)
 
 
 @pytest.mark.parametrize(

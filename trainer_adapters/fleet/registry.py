@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -215,17 +216,26 @@ def _has_died(card: ReplicaCard) -> bool:
     return card.boot_id == addresses.boot_id() and has_ended(card.pid, card.start_ticks)
 
 
-_shared: dict[tuple[str | None, Path], tuple[Registry, int]] = {}
+_shared: dict[tuple[int, str | None, Path], tuple[Registry, int]] = {}
 _sharing = threading.Lock()
 
 
 def take() -> Registry:
-    """This process's registry at `WEIGHTWIRE_REGISTRY`, which all its managers share. Raises `AuthError`."""
-    place = addresses.registry_address(), addresses.runtime_dir()
+    """This process's registry at `WEIGHTWIRE_REGISTRY`, which all its managers share. A fork makes one of its own: its parent's
+    thread and sockets are not in it. Raises `AuthError`."""
+    place = os.getpid(), addresses.registry_address(), addresses.runtime_dir()
     with _sharing:
-        registry, users = _shared.get(place) or (Registry(place[0]), 0)
+        registry, users = _shared.get(place) or (Registry(place[1]), 0)
         _shared[place] = registry, users + 1
     return registry
+
+
+def _after_fork_in_child() -> None:
+    global _sharing
+    _sharing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def give_back(registry: Registry) -> None:
