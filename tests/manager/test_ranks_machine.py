@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from inference_plugin.wire.errors import ManifestMismatch, PeerLost, SyncTimeout, VersionConflict, WeightwireError
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.messages import Failed, Go, Outcome, Ready, Wrote
+from tests.support.plain_engine import manifest_of
+from trainer_adapters.update.agreement import Claims
 from trainer_adapters.update.ranks_machine import (
     EnterOperation,
     Event,
@@ -134,3 +139,21 @@ def test_a_rank_that_was_told_of_a_failure_is_not_told_again_in_its_next_operati
     assert told.ready(1, "verify") == {} and told.ready(2, "verify").keys() == {"2"}
     told.enter("verify")
     assert set(told.machine.waiting) == {1}
+
+
+def test_claims_that_rank_0_heard_in_an_update_that_failed_are_told_again() -> None:
+    """Else it would hold them against every later update whose claims are those of before."""
+    manifest = manifest_of({"w": torch.zeros(4)})
+    low, high = (Box(0, (0,), (2,)),), (Box(0, (2,), (2,)),)
+    leader, follower = Claims(), Claims()
+
+    def update(mine: tuple[Box, ...], theirs: tuple[Box, ...], *, fails: bool = False) -> bool:
+        claims, same = follower.news(1, manifest, theirs)
+        leader.check(manifest, mine, [Ready(1, "update", 1, manifest.fingerprint, None, claims, same)])
+        if not fails:  # the rank hears `Go`
+            follower.agree(1, manifest, theirs)
+        return same
+
+    assert [update(low, high), update(low, high)] == [False, True]
+    update(high, low, fails=True)
+    assert [update(low, high), update(low, high)] == [False, True]

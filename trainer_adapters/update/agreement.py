@@ -38,8 +38,11 @@ class Claims:
     def news(
         self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None
     ) -> tuple[tuple[Box, ...] | None, bool]:
-        """`(claims, same)` for `Ready`: claims that rank 0 knows already are not sent again."""
+        """`(claims, same)` for `Ready`: claims that rank 0 knows already are not sent again. Other ones count as unknown from
+        here on until the ranks agree: after a failure nobody knows which of them rank 0 has."""
         same = claims is not None and self._agreed.get(rank) == (manifest.fingerprint, claims)
+        if not same:
+            self._agreed.pop(rank, None)
         return (None, True) if same else (claims, False)
 
     def agree(self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None) -> None:
