@@ -135,9 +135,13 @@ class WeightwireError(Exception):
 
     @staticmethod
     def of(info: ErrorInfo) -> WeightwireError:
-        """The error that `info` describes; an unknown kind becomes a plain `WeightwireError`."""
+        """The error that `info` describes; a kind that is unknown, or made of other arguments, becomes a plain
+        `WeightwireError`."""
         where = {key: getattr(info, key) for key in WHERE}
-        error = _KINDS.get(info.kind, WeightwireError)(info.message, hint=info.hint, **where)
+        try:
+            error = _KINDS.get(info.kind, WeightwireError)(info.message, hint=info.hint, **where)
+        except Exception:  # noqa: BLE001 -- a subclass of somebody's own that is made of other arguments
+            error = WeightwireError(f"{info.kind}: {info.message}", hint=info.hint, **where)
         error.dtypes = info.dtypes
         return error
 

@@ -45,6 +45,17 @@ def test_a_kind_from_the_future_is_a_plain_weightwire_error() -> None:
     assert type(error) is WeightwireError and (error.message, error.rank) == ("m", 3)
 
 
+def test_a_kind_of_somebodys_own_that_is_made_of_other_arguments_is_a_plain_weightwire_error() -> None:
+    class LossDiverged(WeightwireError):
+        def __init__(self, loss: float) -> None:
+            super().__init__(f"the loss is {loss}", hint="lower the rate")
+
+    error = WeightwireError.of(LossDiverged(3.0).at(rank=3).info())
+    assert type(error) is WeightwireError and (error.hint, error.rank) == ("lower the rate", 3)
+    assert error.message == "LossDiverged: the loss is 3.0"
+    assert error.info() == copy.copy(error).info()
+
+
 def test_where_fills_only_what_is_empty_and_rank_0_is_not_empty() -> None:
     error = PeerLost("m", side="worker", rank=0)
     assert error.at(side="coordinator", rank=4, group="policy", version=0) is error
