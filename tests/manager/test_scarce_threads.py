@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
-from tests.support.rig import eventually, fork, runtime
+from tests.support.rig import Rig, eventually, fork, runtime
 from trainer_adapters import SyncManager
 
 
@@ -78,6 +78,27 @@ def test_a_manager_whose_threads_can_t_be_started_is_a_typed_error_and_leaves_no
     lacks = 0
     with SyncManager() as manager:
         assert manager.replicas() == []
+
+
+def test_a_pause_without_a_thread_that_renews_it_is_a_typed_error_and_pauses_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(directory)
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "weightwire-pauses":
+            raise RuntimeError("can't start new thread")  # what CPython says at RLIMIT_NPROC
+        start(thread)
+
+    with SyncManager(timeout_s=60) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starting)
+            with pytest.raises(TransportUnavailable, match="no thread can be started for a pause"):
+                manager.pause()
+        assert [one.generation for one in manager.replicas()] == ["running"]
+        assert [one.state for one in manager.pause().replicas] == ["paused"]
+    rig.end()
 
 
 def make_twice(rank: int, directory: str) -> None:

@@ -17,6 +17,7 @@ from typing import get_args
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel, coordinator_channel, take_ready
+from inference_plugin.net.gate import no_thread
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import (
@@ -76,7 +77,10 @@ class Pauses:
         )
         if self._renewer is None:
             renewer = threading.Thread(target=self._renew, name="weightwire-pauses", daemon=True)
-            renewer.start()
+            try:
+                renewer.start()
+            except RuntimeError as error:
+                raise no_thread(error, "a pause, whose lease it renews,") from error
             self._renewer = renewer
         report = self._ask(cards, request, left_s)
         if len(report.failed) == len(cards):
