@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +53,11 @@ class FaultySource(ShardSource):
         if self.fault == "another manifest":
             self.tensors = self.tensors | {"value_head.weight": torch.zeros(3)}
         return super().manifest()
+
+    def claims(self) -> tuple[Box, ...] | None:
+        if self.fault == "numpy's integers":
+            return (Box(0, (np.int64(0), 0), (1, 1)),)
+        return super().claims()
 
     def slices(self) -> Iterator[LocalSlice]:
         for i, item in enumerate(super().slices()):

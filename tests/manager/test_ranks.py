@@ -236,6 +236,18 @@ def test_an_update_that_failed_on_all_ranks_can_be_called_again(start: Start, tr
     assert holds(rig, 4)
 
 
+def test_a_rank_whose_report_cant_be_sent_fails_with_a_typed_error_and_leaves_no_other_waiting(
+    start: Start, trainer: Callable[..., Trainer]
+) -> None:
+    rig = start()
+    ranks = trainer(2, [V[1], V[2] | {"fault": "numpy's integers"}, V[3]])
+    told, own = ranks.step(0, 1), ranks.step(1, 1)
+    assert (own["error"], own["side"], own["rank"]) == ("WeightwireError", "trainer", 1) and "int64" in own["text"]
+    assert told["error"] == "SyncTimeout" and "trainer rank 1 gave 'update:2' up" in told["text"]
+    assert max(told["seconds"], own["seconds"]) < FAR_FROM_THE_DEADLINE_S
+    assert "ok" in ranks.step(0, 2) and "ok" in ranks.step(1, 2) and holds(rig, 3)
+
+
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_manager_that_only_one_rank_makes_is_a_typed_error_and_the_next_one_works(
     start: Start, trainer: Callable[..., Trainer], alone: int

@@ -30,12 +30,14 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
     version = int(number) if number else None
     manifest: Manifest | None = None
     claims: tuple[Box, ...] | None = None
+    news: tuple[tuple[Box, ...] | None, bool] = None, False
     error: WeightwireError | None = None
     try:
         phase_begins(name, context.settings.group, version, "agree", ranks.rank)
         with span("scan"):
             manifest = context.scan(source)
             claims = source.claims()
+            news = context.claims.news(ranks.rank, manifest, claims)
     except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
         error = WeightwireError.wrap(raised).at(side="trainer", rank=ranks.rank)
     except BaseException:  # the caller ends this call; rank 0 must not wait for this rank
@@ -45,9 +47,9 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
         context.count,
         operation,
         ranks.rank,
-        manifest.fingerprint if manifest else "",
+        manifest.fingerprint if manifest and not error else "",
         error.info() if error else None,
-        *(context.claims.news(ranks.rank, manifest, claims) if manifest else (None, False)),
+        *news,
         secret=ranks.secret,
     )
     try:
@@ -63,10 +65,12 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
         phase_begins(name, context.settings.group, version, "report", ranks.rank)
         with span("outcome"):
             return ranks.ask_outcome(wrote, deadline_s=context.deadline_s)
-    except WeightwireError as raised:
-        raised.at(group=context.settings.group)
-        if error is not None and error.message not in raised.message:
-            raised.add_note(f"this rank had failed by itself: {error}")
+    except Exception as raised:
+        failed = WeightwireError.wrap(raised).at(group=context.settings.group)
+        if failed is not raised:  # a plug-in's before a phase, or what this rank reports can't be encoded
+            raise failed.at(side="trainer", rank=ranks.rank) from raised
+        if error is not None and error.message not in failed.message:
+            failed.add_note(f"this rank had failed by itself: {error}")
         raise
     finally:
         if ranks.is_awaited:
