@@ -283,8 +283,9 @@ def test_weights_that_are_not_finite_are_not_served(start: Start) -> None:
     poisoned["norm.weight"][0] = float("nan")
     with SyncManager(install="streaming", timeout_s=60, check_finite=True) as manager:
         manager.update(source(1), 1)
-        with pytest.raises(NotFinite):
+        with pytest.raises(NotFinite) as raised:
             manager.update(ShardSource(poisoned), 2)
+        assert "is torn" in raised.value.hint and "nothing was applied" not in raised.value.hint
         eventually(lambda: {status.state for status in statuses(rig)} == {"torn"}, "all ranks are torn")
         manager.update(source(3), 3)
     assert holds(rig, 3)

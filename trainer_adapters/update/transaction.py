@@ -146,7 +146,7 @@ class Transaction:
             except BaseException as error:
                 if not isinstance(error, Exception) or not self._machine.has_committed:
                     with harmless("aborting an update"):
-                        self._do(AbortAll(error.message if isinstance(error, WeightwireError) else str(error)))
+                        self._do(AbortAll(WeightwireError.wrap(error).message))
                         self._wait()
                     self._raise_failed(error)
                 logger.exception("weightwire: version %d is committed, and then something failed", self.terms.version)
@@ -165,7 +165,8 @@ class Transaction:
         if not (torn and isinstance(error, Exception)):
             raise error
         failed = WeightwireError.wrap(error)
-        failed.hint = "; ".join(filter(None, [failed.hint, *torn, STREAMED]))
+        own = failed.hint if failed.hint != failed.default_hint else ""  # a class's own says that nothing was applied
+        failed.hint = "; ".join(filter(None, [own, *torn, STREAMED]))
         raise failed from error.__cause__
 
     @contextlib.contextmanager
