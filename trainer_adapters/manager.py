@@ -85,7 +85,8 @@ class SyncManager:
       shared memory anyway), "always" (one more copy of each update, all trainer ranks on one host) or "never".
     - `replicas`: which replicas of the job this manager is for, where the job has other engines too: those of one model, by the
       name that the engine was started with, or those for which a function of a card says True (called on several threads).
-    - `check_finite`: NaN or infinity in any rank's weights makes an update raise `NotFinite`, and nothing is applied.
+    - `check_finite`: NaN or infinity in any rank's weights makes an update raise `NotFinite`, and nothing is applied; a replica
+      into which they are streamed is torn, as by any failure.
     - `process_group`: the trainer's ranks, default all of torch.distributed, or this process alone.
 
     Make several managers in the same order on every rank. Raises typed errors, the same on every rank: `ConfigError` where the
