@@ -349,6 +349,7 @@ class SyncManager:
             raise
         finally:
             self._under_way = False
+            context.end()
             with harmless("saving a trace"):
                 save(trace)
         if len(report.failed) < len(report.replicas):

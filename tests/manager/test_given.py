@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -344,3 +345,15 @@ def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_
         "",
     )
     assert rig.ask("state")["log"] == ["pause:keep", "hold", "resume"]
+
+
+def test_a_failure_for_which_nobody_asks_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    start()
+    with SyncManager(timeout_s=60) as manager:
+        asked = manager.update_async({"nonsense": torch.zeros(3)})
+        assert isinstance(asked.exception(), ManifestMismatch)
+        dropped = manager.update_async({"rubbish": torch.zeros(3)})
+    del asked, dropped
+    gc.collect()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("weightwire: an update failed, and nobody asked for its result: ") and "rubbish" in told

@@ -30,7 +30,8 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
     `wait_released` returns when this rank has written its part and the weights may change, long before the replicas have
     installed it. An update cannot be cancelled: other ranks take part in it. `result()` and `exception()` without a time limit
     raise `SyncTimeout` a little after `deadline_s` (of `time.monotonic()`). In the manager's own thread (`inside` returns True)
-    they raise `ProtocolError` rather than wait for themselves. `failure_of`: the error that a report means, if any.
+    they raise `ProtocolError` rather than wait for themselves. An error for which nobody has asked is logged when the future is
+    dropped. `failure_of`: the error that a report means, if any.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         self._inside = inside
         self._failure_of = failure_of
         self._answer: UpdateReport | None = None
+        self._is_asked = False
         self._released = threading.Event()
         self.add_done_callback(lambda _: self._released.set())
 
@@ -76,6 +78,10 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         limit_s = max(0.0, self._deadline_s - time.monotonic()) + GRACE_S if timeout_s is None else timeout_s
         if not self._released.wait(None if limit_s == math.inf else limit_s):
             raise SyncTimeout(f"the weights are still being read after {limit_s:g} s", side="trainer", phase="stage")
+
+    def __del__(self) -> None:
+        if self.done() and not self._is_asked and (error := super().exception(0)) is not None:
+            logger.error("weightwire: an update failed, and nobody asked for its result: %s", error)
 
     def release(self) -> None:
         """For the manager: this rank has written its part."""
@@ -110,6 +116,7 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
 
     def _waited(self, what: str, timeout: float | None) -> UpdateReport | None:
         """Waits unless there is a `timeout`. Returns the report of an update that is over while a listener still runs."""
+        self._is_asked = True
         if timeout is not None or self.done():
             return None
         if self._inside():

@@ -50,6 +50,10 @@ class RankContext:
         self.began_s = time.perf_counter()
         self.deadline_s = deadline_s
 
+    def end(self) -> None:
+        """The operation is over: holds its future no longer."""
+        self.released = lambda: None
+
     def left_s(self, operation: str) -> float:
         """Seconds until the deadline. Raises `SyncTimeout` if there are none."""
         left_s = self.deadline_s - time.monotonic()

@@ -97,7 +97,7 @@ class Reply(Struct, frozen=True):
 class RanksMachine:
     """`on` takes one event and returns the replies to send. `size` counts all ranks, rank 0 included.
 
-    `error`: why rank 0's operation fails, once it does. `waiting`: what each rank that waits for an answer said last.
+    `error`: why rank 0's operation fails, until that is over. `waiting`: what each rank that waits for an answer said last.
     """
 
     size: int
@@ -283,7 +283,7 @@ class RanksMachine:
         """Rank 0's operation is over; ranks that wait in another one are told if they are too late."""
         self._last_txn = (self._txn, self._turns.now)
         self._gave_up = {rank: one for rank, one in self._gave_up.items() if one != self._turns.now}
-        self.state, self._txn = "idle", ""
+        self.state, self._txn, self.error = "idle", "", None  # its traceback holds the model and the caller's future
         self._away.clear()
         self._turns.leave(untold)
         self._sort_out()
