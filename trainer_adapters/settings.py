@@ -43,8 +43,9 @@ class BestEffort:
     deadline_s: float
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
-            raise ValueError(f"deadline_s must be positive, not {self.deadline_s!r}")
+        seconds: Any = self.deadline_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"deadline_s is a number of seconds above 0, not {seconds!r}")
 
 
 Stragglers: TypeAlias = Literal["report", "all"] | Quorum | BestEffort

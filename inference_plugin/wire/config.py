@@ -224,7 +224,11 @@ def _told(field: msgspec.structs.FieldInfo) -> dict[str, str]:
 def _checked(name: str, value: Any, *, of_environment: bool = False) -> Any:
     field = _fields()[name]
     meant = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if name.endswith("_bytes") and isinstance(value, str) and (found := re.fullmatch(r"(\d+) ?([KMG]iB|)", value)):
+    if (
+        name.endswith("_bytes")
+        and isinstance(value, str)
+        and (found := re.fullmatch(r"([0-9]{1,18}) ?([KMG]iB|)", value))
+    ):
         meant = int(found[1]) * UNITS[found[2]]
     try:
         return msgspec.convert(meant, field.type, strict=not of_environment)

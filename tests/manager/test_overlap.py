@@ -366,7 +366,8 @@ def test_where_too_few_replicas_are_ready_none_commits(start: Start, policy: Any
 def test_a_quorum_that_is_no_number_of_replicas_is_refused(count: Any) -> None:
     with pytest.raises(ValueError, match="a quorum is a number of replicas"):
         Quorum(count)
-    with pytest.raises(ValueError, match="deadline_s must be positive"):
-        BestEffort(0)
+    for seconds in (0, float("nan"), True, "5"):
+        with pytest.raises(ValueError, match="deadline_s is a number of seconds above 0"):
+            BestEffort(seconds)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none of 'report', 'all'"):
         SyncManager(stragglers="most")  # type: ignore[arg-type]

@@ -33,7 +33,9 @@ def test_a_size_may_have_a_unit(given: str) -> None:
     assert Config(bucket_bytes="1GiB").bucket_bytes == 1 << 30  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [True, 8388608.0, 0, -1, PIECE_BYTES - 1, (1 << 30) + 1, "", "8MB", "auto", None])
+@pytest.mark.parametrize(
+    "value", [True, 8388608.0, 0, -1, PIECE_BYTES - 1, (1 << 30) + 1, "", "8MB", "auto", "9" * 5000, None]
+)
 def test_what_is_no_size_is_refused_with_field_variable_value_and_what_is_allowed(value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         Config(bucket_bytes=value)
