@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.manager.test_ranks import Trainer, trainer
 from tests.support.plain_engine import checkpoint, manifest_of
-from tests.support.rig import ROOT
+from tests.support.rig import ROOT, eventually
 from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters.fleet.fleet import leading
 
 __all__ = ["trainer"]  # a fixture
 
@@ -282,6 +284,17 @@ def test_a_closed_manager_says_that_it_is_closed(start: Start) -> None:
     assert json.loads(json.dumps(rig.ask("state")))["refusal"] is None
 
 
+def test_whoever_waits_for_replicas_is_told_that_the_manager_is_closed(start: Start) -> None:
+    manager = SyncManager(timeout_s=60)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(manager.wait_for_replicas, 1, timeout_s=1e300)
+        registry: Any = leading(manager._fleet).registry
+        eventually(lambda: registry._changed._waiters, "a thread that waits")
+        manager.close()
+        with pytest.raises(ManagerClosed, match="closed while replicas were waited for"):
+            waits.result(30)
+
+
 def test_a_manager_that_is_dropped_without_close_is_warned_of(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """By a log, which is shown: its segment, as large as the model, stays."""
     start()
@@ -350,7 +363,9 @@ def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_
 def test_a_failure_for_which_nobody_asks_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     start()
     with SyncManager(timeout_s=60) as manager:
+        manager.wait_for_replicas(1, timeout_s=1e300)
         asked = manager.update_async({"nonsense": torch.zeros(3)})
+        asked.wait_released(1e300)
         assert isinstance(asked.exception(), ManifestMismatch)
         dropped = manager.update_async({"rubbish": torch.zeros(3)})
     del asked, dropped

@@ -19,7 +19,7 @@ from typing import Any
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Outgoing, fan_out
 from inference_plugin.net.processes import has_ended
-from inference_plugin.wire.errors import ArgumentError, PeerLost, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ArgumentError, ManagerClosed, PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCard
 from inference_plugin.wire.reports import ReplicaPause
 from trainer_adapters.fleet.machine import FleetMachine
@@ -53,6 +53,9 @@ __all__ = ["Fleet", "TakingPart", "leading"]
 logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 2.0
+
+LONGEST_S = 366 * 86400.0
+"""Longest wait for replicas: the system knows no much longer one."""
 
 CARDS_AGAIN_S = 5.0
 """Replicas whose runtime directory somebody removed are there again within two seconds (`net.listening.MEND_EVERY_S`)."""
@@ -96,15 +99,20 @@ class Fleet:
         return self._settings.chosen(self.registry.cards())
 
     def wait(self, count: Any, timeout_s: Any) -> list[ReplicaCard]:
-        """`cards()` once there are at least `count`, an int. Raises `SyncTimeout`, and `ArgumentError` for another kind of
-        argument."""
+        """`cards()` once there are at least `count`, an int. Raises `SyncTimeout`, `ManagerClosed` once the fleet is closed, and
+        `ArgumentError` for another kind of argument."""
         if not hasattr(count, "__index__"):
             raise ArgumentError(
                 f"count={count!r} is a {type(count).__name__}", hint="give the number of replicas, an int"
             )
         if not isinstance(timeout_s, Real) or not math.isfinite(timeout_s):
             raise ArgumentError(f"timeout_s={timeout_s!r} is no number of seconds", hint="every wait has a limit")
-        return self.registry.wait(count, float(timeout_s), self.cards)
+        return self.registry.wait(count, min(float(timeout_s), LONGEST_S), self._cards_while_open)
+
+    def _cards_while_open(self) -> list[ReplicaCard]:
+        if self._machine.closed:
+            raise ManagerClosed("the manager was closed while replicas were waited for", side="manager")
+        return self.cards()
 
     def nobody(self, phase: str) -> PeerLost:
         """The error of an operation that finds no replica."""
@@ -346,9 +354,10 @@ class Fleet:
         return tells
 
     def close(self) -> None:
-        """No replica is caught up any more, and the retained bytes are dropped."""
+        """No replica is caught up or waited for any more, and the retained bytes are dropped."""
         self._on(Closed())
         self.poke()
+        self.registry.wake()
 
     # --- pauses ------------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,12 @@ class Registry(Service):
                     phase="discover",
                 )
 
+    def wake(self) -> None:
+        """Has all calls of `wait` look again."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Adds a listener, which the registry's thread calls when a replica appears, changes, is heard of or disappears. It must
         be quick. Returns a function that removes it."""
@@ -196,9 +202,8 @@ class Registry(Service):
         self._processes |= {(card.pid, card.start_ticks) for card in cards if card.boot_id == addresses.boot_id()}
 
     def _tell(self) -> None:
+        self.wake()
         with self._changed:
-            self._changes += 1
-            self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
             listener()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -76,7 +75,7 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         if not self.released and self._inside():
             raise called_from_inside("wait_released()")
         limit_s = max(0.0, self._deadline_s - time.monotonic()) + GRACE_S if timeout_s is None else timeout_s
-        if not self._released.wait(None if limit_s == math.inf else limit_s):
+        if not self._released.wait(min(limit_s, threading.TIMEOUT_MAX)):
             raise SyncTimeout(f"the weights are still being read after {limit_s:g} s", side="trainer", phase="stage")
 
     def __del__(self) -> None:
@@ -131,11 +130,8 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
 def wait_for(future: concurrent.futures.Future[Any], deadline_s: float) -> bool:
     """Waits until the future is done, at most until `GRACE_S` after the deadline. The grace starts when the deadline is noticed,
     so that a process that stood still beyond it still gets its answer. Returns whether the future is done."""
-    if deadline_s == math.inf:
-        concurrent.futures.wait([future])
-    else:
-        concurrent.futures.wait([future], max(0.0, deadline_s - time.monotonic()))
-        concurrent.futures.wait([future], GRACE_S)
+    concurrent.futures.wait([future], max(0.0, deadline_s - time.monotonic()))
+    concurrent.futures.wait([future], GRACE_S)
     return future.done()
 
 
