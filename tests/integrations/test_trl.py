@@ -7,6 +7,7 @@ our plug-in's entry point, without developer mode. `tools/versions.py` says of w
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sysconfig
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,7 +40,7 @@ from tests.support.engines import (
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS
-from trainer_adapters.integrations.trl import refuse, replicas_behind, through_weightwire
+from trainer_adapters.integrations.trl import WeightSync, refuse, replicas_behind, through_weightwire
 from trainer_adapters.integrations.trl_async import WeightTransfer
 
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
@@ -252,6 +254,17 @@ def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what
     everything.accelerator = everything
     with pytest.raises(ArgumentError, match=why):
         refuse(everything)
+
+
+def test_a_manager_that_is_closed_at_the_end_of_a_training_is_kept_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_JOB", "nobody-here")
+    sync = WeightSync(SimpleNamespace(model=torch.nn.Linear(2, 2)), SimpleNamespace(mode="colocate"), "bfloat16", {})
+    with pytest.raises(PeerLost):
+        sync()
+    manager: Any = weakref.ref(sync._manager)  # type: ignore[arg-type]
+    sync.close()
+    gc.collect()
+    assert manager() is None
 
 
 def test_without_trl_the_error_says_what_to_install() -> None:

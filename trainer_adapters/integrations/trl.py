@@ -109,7 +109,7 @@ class WeightSync:
     def __call__(self) -> None:
         if self._manager is None:
             self._manager = SyncManager(**self._settings)
-            weakref.finalize(self, self._manager.close)  # for syncs after the training
+            self._end = weakref.finalize(self, self._manager.close)  # for syncs after the training
             if self._generation.mode == "server" and self._manager.rank == 0:
                 await_registrations(self._manager, len(replicas_behind(self._generation.vllm_client.base_url)))
         try:
@@ -124,7 +124,7 @@ class WeightSync:
     def close(self) -> None:
         """Closes the manager, if there is one."""
         if self._manager is not None:
-            self._manager.close()
+            self._end()
         self._manager = None
 
     def _check(self, report: UpdateReport) -> None:
