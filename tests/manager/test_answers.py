@@ -28,7 +28,7 @@ from tests.support.rig import LONG_S, Rig, eventually
 from trainer_adapters import LocalSlice, PendingUpdate, manager
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.update import handle as pending
-from trainer_adapters.update import leader, machine_io, reporting
+from trainer_adapters.update import leader, machine_io, reporting, thread
 from trainer_adapters.update.machine_io import Answered, Event
 from trainer_adapters.update.trainer_ranks import TrainerRanks
 from trainer_adapters.update.transaction import Transaction
@@ -363,3 +363,22 @@ def test_a_group_is_not_closed_under_the_update_that_uses_it(start: Start) -> No
         assert seen == [ProtocolError, None]
         assert one.update(source(1), 1).replicas[0].status == "committed", "the group is a new one"
     assert holds(rig, 1)
+
+
+def test_a_call_that_ctrl_c_ends_before_its_turn_is_never_made(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would resume what a forgotten `pause` pauses."""
+    rig = start()
+    rig.ask("hold")
+    with SyncManager(timeout_s=60) as manager:
+        manager.update_async(source(1), 1)
+        eventually(lambda: waiting(rig) == 1, "a commit that waits for its step")
+        with monkeypatch.context() as patch:
+            patch.setattr(thread, "wait_for", ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                manager.pause()
+        rig.ask("go on")
+    assert "hold" not in rig.ask("state")["log"] and holds(rig, 1)
+
+
+def ctrl_c(*_: object) -> bool:
+    raise KeyboardInterrupt

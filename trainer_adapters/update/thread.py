@@ -115,9 +115,12 @@ class OperationThread:
                 raise called_from_inside(what)
             return work(deadline_s)
         future = self.submit(deadline_s, work, deadline_s, reads=reads)
-        if not wait_for(future, deadline_s):
+        try:
+            if not wait_for(future, deadline_s):
+                raise still_running()
+        except BaseException:  # Ctrl-C as well: nobody would resume what pauses later
             future.cancel()  # if it has not begun; else it ends by itself
-            raise still_running()
+            raise
         return future.result()
 
     def close(self, work: Callable[[], None], *, wait: bool) -> None:
