@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from inference_plugin.transports.spread import FanOut
@@ -131,9 +131,11 @@ class Settings:
         return self.config.lease_s
 
     def alike(self) -> dict[str, str]:
-        """The settings that must be the same on every trainer rank, in words. Functions are not compared."""
-        names = ("group", "replicas", "partial", "stragglers", "on_failure", "check_finite")
-        values = {name: getattr(self, name) for name in names}
+        """The settings that must be the same on every trainer rank, in words. Functions are not compared, nor are transports: of
+        those that work on rank 0's host, rank 0 chooses."""
+        values = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("transports", "config")
+        }
         return {name: "a function" if callable(value) else repr(value) for name, value in values.items()}
 
     def chosen(self, cards: Sequence[ReplicaCard]) -> list[ReplicaCard]:

@@ -267,6 +267,7 @@ def test_a_manager_that_only_one_rank_makes_is_a_typed_error_and_the_next_one_wo
     {
         "two groups, crosswise": ([{"group": "actor"}, {"group": "opponent"}], "group='actor' and 'opponent'"),
         "for other replicas": ([{"replicas": "a"}, {"replicas": "b"}], "replicas='a' and 'b'"),
+        "other requests in flight": ([{}, {"in_flight": "abort"}], "in_flight='keep' and 'abort'"),
         "one rank looks for NaN": ([{}, {"check_finite": True}], "check_finite=False and True"),
     }.values(),
 )
