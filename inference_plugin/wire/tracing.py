@@ -158,11 +158,14 @@ class Trace:
         )
 
     def write(self) -> None:
-        """Writes the file, whole or not at all, and hands the spans to OpenTelemetry, where each is wanted. Raises OSError."""
-        if telemetry.is_wanted():
-            telemetry.export(self._role, self.txn, self._named, self._events)
-        if self._directory is not None:
-            self._write_file(Path(self._directory).expanduser())
+        """Writes the file, whole or not at all, and hands the spans to OpenTelemetry, where each is wanted, and even if the other
+        fails. Raises OSError, and what the tracer provider raises."""
+        try:
+            if self._directory is not None:
+                self._write_file(Path(self._directory).expanduser())
+        finally:
+            if telemetry.is_wanted():
+                telemetry.export(self._role, self.txn, self._named, self._events)
 
     def _write_file(self, directory: Path) -> None:
         named = self._named

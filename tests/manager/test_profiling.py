@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.wire import tracing
+from inference_plugin.wire import telemetry, tracing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.tracing import Trace
@@ -199,3 +199,16 @@ def test_where_the_process_has_a_tracer_provider_the_spans_of_an_update_are_one_
     for name, span in found.items():
         assert root.start_time <= span.start_time <= span.end_time <= root.end_time, name
         assert span is root or span.parent.span_id == root.context.span_id
+
+
+def test_a_tracer_provider_that_raises_keeps_no_trace_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("the collector is gone")
+
+    monkeypatch.setattr(telemetry, "is_wanted", lambda: True)
+    monkeypatch.setattr(telemetry, "export", raises)
+    with pytest.raises(RuntimeError, match="the collector is gone"):
+        Trace(str(tmp_path), role="trainer", group="policy", version=1).write()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.v1.trainer.json"]
