@@ -72,7 +72,7 @@ class GoTransport(msgspec.Struct, frozen=True):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Tells the ranks to write. Without transports there is nothing to write: every replica has the version.
+    """Tells the ranks to write. Without transports there is nothing to write: no replica takes bytes.
 
     `copies`: each rank also digests what it holds and another rank sends. `version`: the one that rank 0 chose, if it did.
     """
