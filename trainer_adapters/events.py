@@ -49,7 +49,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in get_args(Event)}
+        self._listeners: dict[str, list[tuple[Callable[..., Any]]]] = {event: [] for event in get_args(Event)}
         self._lock = threading.Lock()
 
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
@@ -60,20 +60,20 @@ class Events:
                 f"{event!r} is none of {', '.join(self._listeners)}", hint="listen to one of these events"
             )
         _check_callable(event, listener)
+        added = (listener,)  # told from the same listener that is added a second time
         with self._lock:
-            self._listeners[event].append(listener)
+            self._listeners[event].append(added)
 
         def remove() -> None:
             with self._lock:
-                if listener in self._listeners[event]:
-                    self._listeners[event].remove(listener)
+                self._listeners[event] = [each for each in self._listeners[event] if each is not added]
 
         return remove
 
     def tell(self, event: Event, **facts: Any) -> None:
         """Calls all listeners."""
         with self._lock:
-            listeners = list(self._listeners[event])
+            listeners = [listener for (listener,) in self._listeners[event]]
         name = f"weightwire_{event}" if event.startswith("replica") else f"weightwire_update_{event}"
         calls: list[Callable[..., Any]] = [*listeners, lambda **told: getattr(plugin_manager().hook, name)(**told)]
         for call in calls:

@@ -17,6 +17,7 @@ from tests.manager.test_ranks import Trainer, trainer
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import eventually, kill
 from trainer_adapters import Quorum, SyncManager
+from trainer_adapters.events import Events
 
 __all__ = ["trainer"]  # a fixture
 
@@ -192,6 +193,19 @@ def test_one_ranks_nan_fails_the_update_on_all_trainer_ranks(start: Start, train
 def test_a_listener_that_cannot_be_called_is_refused_at_once(event: Any, listener: Any, words: str) -> None:
     with SyncManager(timeout_s=60) as manager, pytest.raises(ArgumentError, match=words):
         manager.on(event, listener)
+
+
+def test_a_listener_that_was_added_twice_is_removed_once_however_often_that_is_asked() -> None:
+    events, heard = Events(), list[int]()
+
+    def listener(group: str, version: int, seconds: float) -> None:
+        heard.append(version)
+
+    remove, _ = events.on("staged", listener), events.on("staged", listener)
+    remove()
+    remove()
+    events.tell("staged", group="policy", version=7, seconds=0.1)
+    assert heard == [7]
 
 
 def test_a_paused_replica_is_said_to_be_paused(start: Start) -> None:
