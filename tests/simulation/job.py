@@ -158,6 +158,9 @@ class Job:
     def heard_s(self, _replica: str) -> float:
         return 0.0
 
+    def wake(self) -> None:
+        """Nobody waits for replicas."""
+
     # --- processes -------------------------------------------------------------------------------------------------------
 
     def _start_replica(self, ranks: int) -> None:
