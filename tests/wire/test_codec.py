@@ -244,6 +244,7 @@ def test_a_bad_manifest_is_refused_on_arrival_and_says_so(manifest: Manifest) ->
         Begin("policy", "t" * 65, 1, Sender("s"), 1.0, "f"),
         Begin("policy", "", 1, Sender("s"), 1.0, "f"),
         Begin("../policy", "t", 1, Sender("s"), 1.0, "f"),
+        Begin("policy\n", "t", 1, Sender("s"), 1.0, "f"),
         Begin("p" * 65, "t", 1, Sender("s"), 1.0, "f"),
         Bucket("policy", "t", -1, 0, ()),
         Bucket("policy", "t", 0, 0, (Piece(Box(0, (-1,), (1,)), 0),)),

@@ -36,7 +36,7 @@ MAX_PIECES = 1 << 22
 MAX_PEERS = 1 << 16
 """Workers, trainer ranks or replicas in one list."""
 
-GROUP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+GROUP_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Part of file names."""
 
 GroupName = Annotated[str, msgspec.Meta(pattern=GROUP_NAME)]
@@ -51,7 +51,7 @@ StartTicks = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """When a process of this host started (`processes.start_ticks`), which tells it from a later process with its pid. 0: unknown."""
 BootId = Annotated[str, msgspec.Meta(max_length=256)]
 Session = Annotated[str, msgspec.Meta(max_length=128)]
-ReplicaId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+ReplicaId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 """Part of file names."""
 Address = Annotated[str, msgspec.Meta(max_length=1024)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
