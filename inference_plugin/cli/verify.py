@@ -106,7 +106,7 @@ def _in_dtype(tensor_named: TensorNamed, dtype: torch.dtype | None) -> TensorNam
 
 def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: TensorNamed) -> dict[str, Any]:
     """One replica's row of the answer."""
-    from inference_plugin.wire.comparison import compare_rank  # imports torch
+    from inference_plugin.wire.comparison import compare_rank, held_by_no_rank  # imports torch
 
     with coordinator_channel(card) as channel:
         try:
@@ -114,6 +114,7 @@ def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: Ten
         except WeightwireError as error:
             return {"replica": card.replica, "ok": False, "boxes": 0, "problems": [str(error)]}
     problems = [words for rank in answer.ranks for words in compare_rank(rank, tensor_named)]
+    problems += held_by_no_rank(answer.ranks, tensor_named)
     problems += [f"rank {r.rank}: {name}: {why}" for r in answer.ranks for name, why in r.unreadable.items()]
     boxes = sum(len(rank.boxes) for rank in answer.ranks)
     if not boxes:

@@ -241,6 +241,14 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
             in shown("verify", *same, "--group", "other")[1]
         )
         assert shown("verify", *same, "--dtype", "float33")[0] == 2
+        longer = tensors | {
+            "embed.weight": torch.cat([tensors["embed.weight"], torch.ones(3, tensors["embed.weight"].shape[1])])
+        }
+        save_file({name: tensor.contiguous() for name, tensor in longer.items()}, tmp_path / "longer.safetensors")
+        rows = len(tensors["embed.weight"])
+        code, differs, _ = shown("verify", "--checkpoint", str(tmp_path / "longer.safetensors"))
+        assert code == 1 and f"embed.weight[{rows}:{rows + 3}, 0:" in differs and "in no rank of the engine" in differs
+        (tmp_path / "longer.safetensors").unlink()
         del tensors["embed.weight"]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
         code, _, _ = shown("push", str(tmp_path))
