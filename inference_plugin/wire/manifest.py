@@ -59,20 +59,23 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class Manifest(msgspec.Struct, frozen=True, dict=True):
     """Everything that a group carries, in order. `tied` maps a second name of a tensor to the name that travels.
 
-    Raises `ManifestMismatch` from `check()` for no tensors, duplicate names, unknown dtypes and dangling ties; a manifest that
+    Raises `ManifestMismatch` from `check()` for duplicate names, unknown dtypes and dangling ties; a manifest that
     came over the wire is checked by the codec.
     """
 
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     tied: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_TENSORS)] = {}
 
-    def check(self) -> Manifest:
-        """Returns itself; raises `ManifestMismatch` that lists the first offenders and their count."""
-        if not self.tensors:  # a version that changes nothing would be reported as served
+    def check_not_empty(self) -> None:
+        """Raises `ManifestMismatch` if it names no tensor: an update would be reported as a version that changes nothing."""
+        if not self.tensors:
             raise ManifestMismatch(
                 "the manifest names no tensor",
                 hint="look at what exclude= and rename= leave of the model, and at what the export yields",
             )
+
+    def check(self) -> Manifest:
+        """Returns itself; raises `ManifestMismatch` that lists the first offenders and their count."""
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
             seen: set[str] = set()

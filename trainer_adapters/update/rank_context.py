@@ -65,6 +65,7 @@ class RankContext:
         """The source's manifest, made under this manager's settings."""
         source.configure(self.settings.config)
         manifest = source.manifest()
+        manifest.check_not_empty()
         if manifest != self._manifest:
             self._manifest, self.cover = manifest, ExactCover(manifest)
         return self._manifest  # the same object as before: it remembers how its boxes are cut
