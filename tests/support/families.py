@@ -215,6 +215,15 @@ def _classifier_of(stem: str, method: str, tokens: list[str]) -> dict[str, Any]:
 
 TWO_HEADS: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2}
 """Heads of 32 where the configuration has no `head_dim`."""
+LFM2: dict[str, Any] = (
+    TWO_HEADS
+    | {
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 32,
+        "block_ff_dim": 128,
+    }
+    | dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), 64)
+)
 UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
 """As TWO_HEADS, where the configuration has no number of key heads either."""
 EVERY_HEAD: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -837,13 +846,7 @@ FAMILIES: dict[str, Family] = {
             stand_ins=True,
             sglang={"attention_backend": "torch_native"},
             vllm={"enable_prefix_caching": False},
-            **TWO_HEADS,
-            conv_dim=64,
-            conv_dim_out=64,
-            block_dim=64,
-            block_ff_dim=128,
-            layer_types=["conv", "full_attention"],
-            block_multiple_of=32,
+            **LFM2,
             tie_word_embeddings=True,
         ),
         _family(
@@ -1128,13 +1131,7 @@ FAMILIES: dict[str, Family] = {
             publish=_with_a_linear_layer(),
             vllm={"enable_prefix_caching": False, "pooler_config": {"enable_flash_late_interaction": False}},
             engines=("vllm",),
-            **TWO_HEADS,
-            conv_dim=64,
-            conv_dim_out=64,
-            block_dim=64,
-            block_ff_dim=128,
-            layer_types=["conv", "full_attention"],
-            block_multiple_of=32,
+            **LFM2,
             tie_word_embeddings=True,
         ),
         _family(

@@ -23,16 +23,12 @@ __all__ = ["hook_core", "hook_inproc", "hook_own_commands", "hook_requests", "ho
 logger = logging.getLogger("vllm.weightwire")
 
 CALLED_UNDER_THE_LOCK = (
-    "abort_requests",
-    *("reset_prefix_cache", "reset_encoder_cache"),
-    *(
-        "add_lora",
-        "remove_lora",
-        "pin_lora",
-    ),  # while an update replaces the adapter, it would be added as it was before
-    *("save_sharded_state", "execute_dummy_batch"),  # these read the weights
+    *("abort_requests", "reset_prefix_cache", "reset_encoder_cache"),
+    *("add_lora", "remove_lora", "pin_lora"),
+    *("save_sharded_state", "execute_dummy_batch"),
 )
-"""Methods of an in-process client that must not run while an update does, besides those with a hook of their own."""
+"""Methods of an in-process client that must not run while an update does, besides those with a hook of their own: they change
+what the update changes (an adapter that it replaces would be added as it was before), or read the weights."""
 
 
 def hook_core(lacks: tuple[str, ...]) -> None:
@@ -184,9 +180,8 @@ def hook_requests() -> None:
         extra_keys: Any = None,
     ) -> Any:
         """The first block of a conversation that keeps its cache has a root that no commit turns."""
-        salts = (
-            key[-1] if isinstance(key, tuple) else key for key in extra_keys or ()
-        )  # newer versions give (name, key)
+        # Newer versions give (name, key).
+        salts = (key[-1] if isinstance(key, tuple) else key for key in extra_keys or ())
         if not parent_block_hash and any(map(keeps_cache, salts)):
             parent_block_hash = hash_function(KEEP)
         return original(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)

@@ -126,9 +126,8 @@ class RolloutWorker(Closing):
         self._prune_at = PRUNE_FROM
         self._closed = self._loop_ends = False
         self._pid = os.getpid()
-        self.collectives = SerialExecutor(
-            "weightwire-collectives"
-        )  # threads begin here: nothing above may leave one behind
+        # Threads begin here: what is above may raise, and leaves none behind.
+        self.collectives = SerialExecutor("weightwire-collectives")
         self._puts = SerialExecutor("weightwire-rollout-puts")
         self._running = asyncio.Semaphore(slots)
         self._loop = asyncio.new_event_loop()
