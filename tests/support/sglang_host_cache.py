@@ -27,7 +27,7 @@ def give(copy_s: float) -> None:
     from sglang.srt.managers import cache_controller, scheduler  # noqa: F401 -- they import those that are replaced
     from sglang.srt.mem_cache import l2_transfer
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller  # noqa: F401
-    from sglang.srt.mem_cache.pool_host import common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha
 
     class Event:
         """Of a stream that does one thing after another."""
@@ -55,6 +55,7 @@ def give(copy_s: float) -> None:
     for module in list(sys.modules.values()):
         if module.__name__.startswith("sglang.srt.") and getattr(module, "device_module", None) is kept:
             module.device_module = device
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # it wants 10 GB that nobody uses; the caches of tests are tiny
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)
     mha.transfer_kv_direct = _copy
 
