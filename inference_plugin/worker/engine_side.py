@@ -147,8 +147,9 @@ class EngineSide:
             with under(trace), span("undo"):
                 self.installer.undo(self._bytes_of(back.txn))
         except Exception as error:
-            logger.exception("weightwire: group %s could not go back to version %d", self.group.name, back.version)
-            why = error.message if isinstance(error, WeightwireError) else str(error)
+            why, is_ours = WeightwireError.wrap(error).message, isinstance(error, WeightwireError)
+            words = "weightwire: group %s could not go back to version %d: %s"
+            logger.error(words, self.group.name, back.version, why, exc_info=not is_ours)
             self._ask(Undone, self.group.name, reason, why)
         else:
             self._ask(Undone, self.group.name, reason)

@@ -433,8 +433,9 @@ def test_a_way_back_that_fails_too_tears_the_replica_until_the_next_full_update(
     manager.update(source(1), 1)
     rig.ask("fault", rank=1, step="install")
     rig.ask("fault", rank=0, step="undo")
-    with pytest.raises(TornReplica):
+    with pytest.raises(TornReplica) as caught:
         manager.update(source(2), 2)
+    assert str(caught.value).count("the test lets 'install' fail") == 1
     assert "the way back failed" in rig.ask("state")["refusal"]
     (card,) = manager.discover()
     assert card.state == "torn"
