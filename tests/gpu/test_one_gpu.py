@@ -1,7 +1,8 @@
 """What only a GPU shows: streams, page-locked memory, captured graphs. `make test-gpu` runs this file on one GPU.
 
 Without a GPU it is skipped. `WEIGHTWIRE_TEST_DEVICE=cpu` runs it in the host's memory, all but what needs streams, so that it is
-known to be in order before there is a GPU.
+known to be in order before there is a GPU. `WEIGHTWIRE_TEST_DEVICE=far:0` runs it in memory that the host can't touch
+(`tests/support/far_memory.py`), all but what needs streams, NCCL or CUDA's shared memory.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built
 from tests.transports.cases import any_bits
 from trainer_adapters import FSDPAdapter, LocalSlice, ModuleAdapter
 
+if os.environ.get("WEIGHTWIRE_TEST_DEVICE", "").startswith("far"):
+    import tests.support.far_memory
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
 CYCLES = 200_000_000
 """About a tenth of a second of a GPU: an update that does not wait for it reads what was there before."""
 PROMPTS = [[1, 5, 9], [200, 3, 17, 40, 41]]
 COUNT = 12
 
-needs_streams = pytest.mark.skipif(DEVICE.type == "cpu", reason="the host has no streams")
+needs_streams = pytest.mark.skipif(DEVICE.type != "cuda", reason="only CUDA has streams and graphs")
+needs_sharing = pytest.mark.skipif(
+    DEVICE.type == "far" or (DEVICE.type == "cpu" and not can_be_built()),
+    reason="needs CUDA, or a C compiler for a library in its place",
+)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -113,7 +120,7 @@ def colocated(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         engine.wait()
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu" and not can_be_built(), reason="needs a C compiler")
+@needs_sharing
 def test_an_engine_of_another_process_shares_its_memory_and_takes_every_version(colocated: tuple[Path, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +133,7 @@ def test_an_engine_of_another_process_shares_its_memory_and_takes_every_version(
         assert not manager.verify(ModuleAdapter(models[0])).ok
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu" and not can_be_built(), reason="needs a C compiler")
+@needs_sharing
 def test_a_trainer_with_fsdp2_and_an_optimizer_is_followed_step_by_step(
     colocated: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -217,7 +224,7 @@ def test_a_page_locked_segment_is_read_by_the_device() -> None:
     manifest = manifest_of({"weight": any_bits(torch.bfloat16, 1100, 2048)})
     sender, receiver = ShmSender(), ShmReceiver()
     staging = receiver.open(manifest, sender.allocate(manifest, frozenset()), ())
-    assert DEVICE.type == "cpu" or device_of(DEVICE).is_page_locked(staging.segment)
+    assert DEVICE.type != "cuda" or device_of(DEVICE).is_page_locked(staging.segment)
     arrived = torch.zeros_like(staging.segment, device=DEVICE)
     device_of(DEVICE).copy(arrived, staging.segment)
     device_of(DEVICE).drain(DEVICE)
@@ -309,6 +316,8 @@ def test_a_captured_graph_computes_with_the_new_weights() -> None:
 
 
 def taken_bytes() -> int:
+    if DEVICE.type == "far":
+        return tests.support.far_memory.taken_bytes()
     return torch.cuda.memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
 
 
