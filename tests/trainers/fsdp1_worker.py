@@ -176,6 +176,18 @@ def not_contiguous_flat() -> Result:
     return not_contiguous(use_orig_params=False)
 
 
+def trained_after_it_was_summoned() -> Result:
+    """The first update goes out before the first forward pass."""
+    unit = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    parts = FullyShardedDataParallel(unit, device_id=CPU), nn.Conv2d(5, 2, 3)
+    model = FullyShardedDataParallel(nn.Sequential(*parts), device_id=CPU)
+    source = FSDPAdapter(model)
+    list(source.slices())
+    model(torch.ones(1, 3, 8, 8)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return observe(source, summoned(model))
+
+
 def summoned_for_the_others(stops: int) -> Result:
     """Three units are summoned. Rank 0 closes its slices when it has taken `stops`, or raises in the middle of the next."""
     group = dist.new_group(timeout=timedelta(seconds=120))
@@ -279,6 +291,7 @@ ANY_WORLD = [
     models_that_memory_holds_otherwise,
     not_contiguous,
     not_contiguous_flat,
+    trained_after_it_was_summoned,
     nobody_takes_all,
     several_updates,
     refuse_while_summoned,

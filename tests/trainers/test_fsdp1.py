@@ -73,6 +73,12 @@ def test_a_unit_with_channels_last_weights_is_summoned_and_no_other_is(ranks: Ra
     assert_is_gold(values, seen[0]["gold"], {})
 
 
+def test_a_model_that_was_summoned_before_its_first_forward_pass_trains_on(ranks: Ranks) -> None:
+    seen = of(ranks, "trained_after_it_was_summoned")
+    _, values, _ = written(seen, collectives=1)
+    assert_is_gold(values, seen[0]["gold"], {})
+
+
 def test_a_rank_whose_slices_are_closed_early_summons_the_rest_with_the_others(ranks: Ranks) -> None:
     for rank, seen in enumerate(of(ranks, "nobody_takes_all")):
         assert seen["next"] == seen["all"] and seen["taken"] == (seen["all"] if rank else 1), seen

@@ -113,6 +113,8 @@ class FlatSource(ScannedSource):
         for position, own in planned:
             late.get(position, []).extend(own)
         coming = list(apart.items())
+        for root in FullyShardedDataParallel.fsdp_modules(self._module, root_only=True) if coming else ():
+            root.check_is_root()  # before any forward pass a unit that is summoned first would count as the root
         try:
             yield from super()._cut(things, [run for run in planned if run[0] not in late])
             while coming:  # on all ranks, even if this rank sends no part of the unit
