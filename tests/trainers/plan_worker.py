@@ -69,8 +69,17 @@ def fsdp_over_packed_query_key_and_value() -> Result:
     return packed(24, 3)
 
 
+def fsdp_over_fewer_columns_than_ranks() -> Result:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    whole = numbers(5)[:, :3].contiguous()
+    model = holding(distribute_tensor(whole, mesh["tp"], [Shard(1)]))
+    fully_shard(model, mesh=mesh["dp"])
+    return observe(DTensorAdapter(model), {"weight": whole})
+
+
 if __name__ == "__main__":
     cases = [
+        fsdp_over_fewer_columns_than_ranks,
         fsdp_over_two_cuts,
         fsdp_over_two_uneven_cuts,
         fsdp_between_two_cuts,

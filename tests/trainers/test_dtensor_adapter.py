@@ -81,6 +81,7 @@ def test_shards_on_four_ranks_equal_the_unsharded_gold_bit_for_bit(four: Ranks, 
         "fsdp_between_two_cuts",
         "fsdp_over_packed_gate_and_up",
         "fsdp_over_packed_query_key_and_value",
+        "fsdp_over_fewer_columns_than_ranks",
     ],
 )
 def test_fsdp_over_a_plan_that_cuts_its_dimension_arrives_bit_for_bit(eight: Ranks, case: str) -> None:

@@ -105,6 +105,8 @@ class Spread:
             return Spread(mesh, ())
         readings = index_ranges(shape, tuple(mesh.mesh.mesh.shape), mesh.coordinate, mesh.placements)
         sizes = [tuple(sum(size for _, size in dim) for dim in reading) for reading in readings]
+        if 0 in local and any(0 in size for size in sizes):
+            return Spread(mesh, ())  # nothing: of which shape doesn't matter, and `fully_shard` says 0 of 0
         if local not in sizes:
             return Spread(mesh, (), f"holds a shard of shape {list(local)} where {list(sizes[0])} is expected")
         return Spread(mesh, shards_of(readings[sizes.index(local)]))
