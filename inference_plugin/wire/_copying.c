@@ -318,16 +318,16 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
                (rows == 0 || row_bytes == 0 ||
                 (lies_within(target_start, target_stride, rows, row_bytes, target.len) &&
                  lies_within(source_start, source_stride, rows, row_bytes, source.len)));
-    if (fits && row_bytes) {
+    if (fits && rows && row_bytes) {
         char *to = (char *)target.buf + target_start;
         const char *from = (const char *)source.buf + source_start;
         const size_t ahead = ahead_of((size_t)row_bytes, rows > 1 ? (size_t)source_stride : (size_t)row_bytes);
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t row = 0; row < rows; row++, to += target_stride, from += source_stride) {
+        for (Py_ssize_t row = 0; row < rows; row++) { /* the stride of a single row may be any number */
             if (streaming)
-                copy_streaming(to, from, (size_t)row_bytes, ahead);
+                copy_streaming(to + row * target_stride, from + row * source_stride, (size_t)row_bytes, ahead);
             else
-                memcpy(to, from, (size_t)row_bytes);
+                memcpy(to + row * target_stride, from + row * source_stride, (size_t)row_bytes);
         }
 #ifdef __SSE2__
         if (streaming)
@@ -407,8 +407,8 @@ static PyObject *copy_table(PyObject *self, PyObject *args)
         const char *from = (const char *)sources[copy->source].buf + copy->source_start;
         const size_t row_bytes = (size_t)copy->row_bytes;
         const size_t ahead = ahead_of(row_bytes, copy->rows > 1 ? (size_t)copy->source_stride : row_bytes);
-        for (int64_t row = 0; row < copy->rows; row++, to += copy->target_stride, from += copy->source_stride)
-            copy_streaming(to, from, row_bytes, ahead);
+        for (int64_t row = 0; row < copy->rows; row++)
+            copy_streaming(to + row * copy->target_stride, from + row * copy->source_stride, row_bytes, ahead);
     }
 #ifdef __SSE2__
     _mm_sfence();
