@@ -31,10 +31,13 @@ def start_thread(
     thread ends soon; the process waits for it, `END_S` at most. Raises `RuntimeError` if no thread can be started."""
 
     def run_and_forget() -> None:
+        nonlocal run
         try:
             run()
         finally:
-            _running.pop(thread, None)
+            # What these two keep is freed while the end of the process still waits for this thread.
+            _running[thread] = run = lambda: None
+            del _running[thread]
 
     thread = threading.Thread(target=run_and_forget, name=name, daemon=True)
     _running[thread] = stop

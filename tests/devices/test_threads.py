@@ -71,13 +71,32 @@ trainer.write(weights(1))
 trainer.seal("t1")
 """
 
+ENDING = """
+import numpy
+from inference_plugin.devices import start_thread
+
+class Memory(numpy.ndarray):
+    def __del__(self):
+        begun.append("freed")
+        for _ in range(100): time.sleep(0.01)
+
+def keep(tensor):
+    go = threading.Event()
+    start_thread(lambda: begun.append(go.wait() and tensor.dtype), name="keeper")
+    return go
+
+keep(torch.from_numpy(numpy.zeros(8).view(Memory))).set()
+"""
+
 END = """
 while len(begun) < 2: time.sleep(0.01)
 sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("threads", [TRAINER, ENGINE], ids=["trainer", "engine"])
+@pytest.mark.parametrize(
+    "threads", [TRAINER, ENGINE, ENDING], ids=["trainer", "engine", "a thread that frees its memory"]
+)
 def test_a_process_that_ends_while_its_threads_run_torch_keeps_its_exit_code(
     threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
