@@ -301,6 +301,12 @@ def refuse_pending_sums() -> Result:
     return refused(DTensorAdapter(model).manifest)
 
 
+def refuse_ranks_in_another_order() -> Result:
+    """torch's groups count the ranks from the lowest on, and so `fully_shard` cuts; DTensors count as the mesh does."""
+    mesh = DeviceMesh("cpu", list(reversed(range(dist.get_world_size()))))
+    return refused(DTensorAdapter(fully_shard(nn.Linear(4, 8), mesh=mesh)).manifest)
+
+
 def refuse_while_a_layer_is_unsharded() -> Result:
     model = parallel_qwen3(two_dimensions())
     model.model.layers[1].unshard()
@@ -380,6 +386,7 @@ ANY_WORLD = [
     refuse_an_export_that_shards_otherwise_the_second_time,
     refuse_a_function,
     refuse_pending_sums,
+    refuse_ranks_in_another_order,
     refuse_a_model_on_the_meta_device,
     refuse_a_shard_of_another_shape,
     refuse_shards_that_were_freed_since_the_last_update,

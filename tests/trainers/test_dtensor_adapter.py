@@ -142,6 +142,7 @@ def test_a_process_group_makes_another_model_of_the_second_half(four: Ranks) -> 
     ("case", "error", "parts"),
     [
         ("refuse_pending_sums", "ManifestMismatch", ["sum has placements (Partial", "redistribute it to Shard"]),
+        ("refuse_ranks_in_another_order", "ManifestMismatch", ["sharded over ranks [3, 2, 1, 0]", "ascending ranks"]),
         ("refuse_a_model_on_the_meta_device", "ManifestMismatch", ["0.weight is on the meta device"]),
         ("refuse_the_first_fsdp", "ArgumentError", ["use FSDPAdapter"]),
         ("refuse_a_shard_of_another_shape", "ManifestMismatch", ["w holds a shard of shape [2, 3] where [23, 3]"]),

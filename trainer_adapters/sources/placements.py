@@ -82,6 +82,12 @@ class Mesh:
         unknown = [p for p in self.placements if not p.is_replicate() and type(p) not in (Shard, _StridedShard)]
         if unknown:
             return f"has placements {self.placements} with the unknown {unknown[0]}: redistribute it to Shard"
+        ranks, sharded = self.mesh.mesh, (d for d, p in enumerate(self.placements) if not p.is_replicate())
+        if any(bool((ranks.diff(dim=d) < 0).any()) for d in sharded):
+            return (
+                f"is sharded over ranks {ranks.tolist()} in this order, in which torch itself mistakes one shard for another: "
+                "make the mesh with ascending ranks"
+            )
         return ""
 
 
