@@ -173,7 +173,8 @@ class TorchDigests(BlockDigests):
 
     @staticmethod
     def held_bytes(nbytes: int) -> int:
-        return 2 * (nbytes // BLOCK_BYTES) * STRIPE_BYTES  # all sums, and once more where step 2 has them side by side
+        # All sums, and again where step 2 has them side by side, filled up to at most twice their size.
+        return 3 * (nbytes // BLOCK_BYTES) * STRIPE_BYTES
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,15 +196,26 @@ class TorchDigests(BlockDigests):
             self._rests.append(_added(rest, keys.narrow(0, 0, stripes)).sum(0) + _added(last, last_keys))
 
     def _chained(self) -> torch.Tensor:
-        one = self._sums[0]
-        blocks = [sums.shape[0] for sums in self._sums]
-        most, counts = max(blocks), _constant(blocks, one).unsqueeze(1)
-        sums = torch.stack([torch.nn.functional.pad(each, (0, 0, 0, most - len(each))) for each in self._sums])
-        keys, accumulators = _constant(SCRAMBLE_KEYS, one), _constant(STARTS, one).repeat(len(blocks), 1)
-        for block in range(most):
-            scrambled = _scrambled(accumulators + sums.select(1, block), keys)
-            accumulators = torch.where(counts > block, scrambled, accumulators)
-        return accumulators + torch.stack(self._rests)
+        alike: dict[int, list[int]] = {}
+        for i, sums in enumerate(self._sums):
+            alike.setdefault(len(sums).bit_length(), []).append(i)
+        found: dict[int, torch.Tensor] = {}
+        for some in alike.values():
+            found.update(zip(some, _chained_together([self._sums[i] for i in some]).unbind(), strict=True))
+        return torch.stack([found[i] for i in range(len(found))]) + torch.stack(self._rests)
+
+
+def _chained_together(every: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The accumulators of pieces of about the same size, from their blocks' sums."""
+    one, blocks = every[0], [len(sums) for sums in every]
+    most, counts = max(blocks), _constant(blocks, one).unsqueeze(1)
+    padded = one.new_zeros((len(every), most, LANES))
+    torch._foreach_copy_([row.narrow(0, 0, len(sums)) for row, sums in zip(padded, every, strict=True)], list(every))
+    keys, accumulators = _constant(SCRAMBLE_KEYS, one), _constant(STARTS, one).repeat(len(every), 1)
+    for block in range(most):
+        scrambled = _scrambled(accumulators + padded.select(1, block), keys)
+        accumulators = torch.where(counts > block, scrambled, accumulators)
+    return accumulators
 
 
 def _is_aligned(data: torch.Tensor) -> bool:

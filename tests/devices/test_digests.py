@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.devices.digests import BlockDigests, Runs, TorchDigests
 from inference_plugin.wire.digest import digest_bytes
@@ -45,6 +47,28 @@ def parts(draw: st.DrawFn) -> torch.Tensor:
     columns = draw(st.integers(1, 40))
     first = draw(st.integers(0, columns - 1))
     return memory[: nbytes // columns * columns].view(-1, columns)[:, first:]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return made
+
+
+def test_digests_of_many_small_pieces_beside_a_large_one_hold_no_more_memory_than_is_counted_on() -> None:
+    pieces = [any_bits(torch.uint8, 1 << 20, seed=1), *(any_bits(torch.uint8, 1100, seed=i) for i in range(200))]
+    digests = TorchDigests()
+    digests.add(pieces)
+    with Largest() as seen:
+        found = digests.end()
+    assert found == expected(pieces)
+    assert 0 < seen.nbytes <= TorchDigests.held_bytes(sum(piece.nbytes for piece in pieces))
 
 
 @pytest.mark.parametrize("kind", KINDS)
