@@ -116,7 +116,12 @@ class Listener:
             self._missing, self._unmended = "could not be made at first", str(error)
             return
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._gate = Gate(self.socket, self.address)
+        try:
+            self._gate = Gate(self.socket, self.address)
+        except BaseException:
+            if self._path is not None:
+                remove_socket(self._path)
+            raise
 
     def mend(self) -> bool:
         """Binds an `ipc://` socket again if its file was removed, and makes the runtime directory again if that was. Binds a

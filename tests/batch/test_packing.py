@@ -207,11 +207,27 @@ def test_a_few_bytes_can_t_make_their_reader_build_an_index_for_each_key(monkeyp
         for key, counts in (("a", (1, 2)), ("b", (2, 1)))
         for rows in counts
     ]
-    data = DistributedBatch.of_entries(entries, [Owner("store-1", "ipc:///x")]).to_bytes()
+    batch = DistributedBatch.of_entries(entries, [Owner("store-1", "ipc:///x")])
+    data = batch.to_bytes()
     assert len(DistributedBatch.from_bytes(data)) == 3
     monkeypatch.setattr(packing, "MAX_INDEXED_ROWS", 5)
     with pytest.raises(ProtocolError, match="3 rows with more than 1 indices is too large"):
         DistributedBatch.from_bytes(data)
+    with pytest.raises(BatchError, match="3 rows with 2 indices, which repeats 0 lengths, is too large to travel"):
+        batch.to_bytes()
+
+
+@pytest.mark.parametrize("limit", ["MAX_BATCH_ROWS", "MAX_INDEXED_ROWS", "MAX_REPEATED_LENGTHS"])
+def test_what_a_reader_would_refuse_as_too_large_is_refused_where_it_is_sent(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight rows, of four entries that repeat the same two lengths."""
+    batch = DistributedBatch.of_entries([entry(i, "a", 2, Kind.JAGGED) for i in (0, 7, 14, 21)], OWNERS)
+    monkeypatch.setattr(packing, limit, 8)
+    assert len(DistributedBatch.from_bytes(batch.to_bytes())) == 8
+    monkeypatch.setattr(packing, limit, 7)
+    with pytest.raises(BatchError, match="too large to travel"):
+        batch.to_bytes()
 
 
 @settings(max_examples=200, deadline=None)

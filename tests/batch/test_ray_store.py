@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -31,6 +32,7 @@ from tests.support.rig import eventually, gone
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks
 from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.ray_directory import Numbers, RowDirectory, Wanted
 from trainer_adapters.batch.ray_rows import NAMESPACE, wanted
 from trainer_adapters.batch.ray_store import RayStore
 from trainer_adapters.batch.records import Entry, Owner, ShardId, VersionSpan
@@ -76,6 +78,27 @@ def small(ray: Any) -> Iterator[RayStore]:
 
 class TestOnRay(StorePromises):
     """What every store promises, of the one on Ray."""
+
+
+def test_a_put_that_was_given_up_holds_no_rows_whichever_call_ray_brings_first() -> None:
+    """Its last call may be late: the rows would be held, and the caller told that they are not."""
+
+    async def numbers_after(*calls: str) -> tuple[Numbers, list[str]]:
+        directory = RowDirectory(100)
+        for ticket, key in ((1, "earlier"), (2, "late")):
+            assert await directory.reserve(ticket, 10, 0.0) is None
+            for call in calls if ticket == 2 else ["keep"]:
+                if call == "keep":
+                    shards = [Wanted("t", key, 10, ticket)]
+                    refused = await directory.keep(ticket, 1, shards, [b""], [None])
+                    assert (refused is None) is (ticket == 1 or calls[0] == "keep")
+                else:
+                    await directory.release(ticket, "t")
+        whys, _ = await directory.find([Wanted("t", "earlier", 10, 1), Wanted("t", "late", 10, 2)])
+        return await directory.numbers(), whys
+
+    for calls in (("keep", "release"), ("release", "keep")):
+        assert asyncio.run(numbers_after(*calls)) == (Numbers(1, 1, 10, 0, 0), ["", "unknown"])
 
 
 class Holder:

@@ -89,7 +89,8 @@ class PackedBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(columns: Collection[Column], owners: Mapping[str, Owner], rows: int, tags: Mapping[str, Tags]) -> bytes:
-    """Columns that hold no data, those of `owners` that they name, and tags by task id."""
+    """Columns that hold no data, those of `owners` that they name, and tags by task id. Raises `BatchError` for what `unpack`
+    would refuse."""
     entries = [column.all_entries() for column in columns]
     task_ids = [[entry.shard.task_id for entry in mine] for mine in entries]
     owner_ids = [[entry.owner for entry in mine] for mine in entries]
@@ -122,6 +123,12 @@ def pack(columns: Collection[Column], owners: Mapping[str, Owner], rows: int, ta
                 value_bytes=_once([entry.nbytes if values else 0 for entry in mine]),
             )
         )
+    built = len({(column.index, column.rows) for column in packed})
+    if rows > MAX_BATCH_ROWS or rows * built > MAX_INDEXED_ROWS or _repeated(packed) > MAX_REPEATED_LENGTHS:
+        raise BatchError(
+            f"a batch of {rows} rows with {built} indices, which repeats {_repeated(packed)} lengths, is too large to travel",
+            hint="send parts of it: `batch.chunk(2)`",
+        )
     return msgspec.msgpack.encode(
         PackedBatch(
             format=FORMAT,
@@ -144,10 +151,7 @@ def unpack(data: bytes) -> tuple[dict[str, Column], tuple[Owner, ...], dict[str,
             f"a batch of format {batch.format}; this side reads {FORMAT}",
             hint="install the same weightwire version on both sides",
         )
-    repeated = sum(
-        len(packed.lengths[0]) * (len(packed.digests) // 8) for packed in batch.columns if len(packed.lengths) == 1
-    )
-    if repeated > MAX_REPEATED_LENGTHS:
+    if (repeated := _repeated(batch.columns)) > MAX_REPEATED_LENGTHS:
         raise ProtocolError(f"a batch that repeats {repeated} lengths is too large")
     built: dict[tuple[int, tuple[int, ...]], RowIndex] = {}
     columns: dict[str, Column] = {}
@@ -159,6 +163,11 @@ def unpack(data: bytes) -> tuple[dict[str, Column], tuple[Owner, ...], dict[str,
     except (BatchError, IndexError, ValueError) as error:
         raise ProtocolError(f"not the metadata of a batch: {error}") from error
     return columns, batch.owners, batch.tags
+
+
+def _repeated(columns: Iterable[PackedColumn]) -> int:
+    """How many lengths a reader repeats."""
+    return sum(len(packed.lengths[0]) * (len(packed.digests) // 8) for packed in columns if len(packed.lengths) == 1)
 
 
 def _column(batch: PackedBatch, packed: PackedColumn, built: dict[tuple[int, tuple[int, ...]], RowIndex]) -> Column:

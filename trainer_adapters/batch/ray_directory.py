@@ -37,12 +37,14 @@ class Numbers(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """One shard. `entry` is its metadata, encoded; `reference` the `ObjectRef` of its bytes, None where there are none."""
+    """One shard. `entry` is its metadata, encoded; `reference` the `ObjectRef` of its bytes, None where there are none; `ticket`
+    is of the put that made it."""
 
     nbytes: int
     digest: int
     entry: bytes
     reference: Any
+    ticket: int
 
 
 @dataclass(slots=True)
@@ -81,17 +83,23 @@ class RowDirectory:
         finally:
             await self._leave_queue(ticket)
 
-    async def release(self, ticket: int) -> None:
-        """The put failed, or its caller waits no longer."""
+    async def release(self, ticket: int, task_id: str) -> None:
+        """The put failed, or its caller waits no longer: what it has put is dropped, and what it is about to put is refused."""
         self._reserved.pop(ticket, None)
+        if (task := self._tasks.get(task_id)) is not None:
+            for key in [key for key, held in task.shards.items() if held.ticket == ticket]:
+                self._nbytes -= task.shards.pop(key).nbytes
+            if not task.shards:
+                del self._tasks[task_id]
         await self._leave_queue(ticket)
 
     async def keep(
         self, ticket: int, rows: int, shards: Sequence[Wanted], entries: Sequence[bytes], references: Sequence[Any]
     ) -> str | None:
         """Ends a put: all of its shards are held from here on, or none of them; then it says why."""
-        self._reserved.pop(ticket, None)
         task_id = shards[0].task_id
+        if self._reserved.pop(ticket, None) is None:  # Ray may bring calls in another order
+            return f"the put of task {task_id!r} was given up"
         task = self._tasks.get(task_id)
         keys = {shard.key: None for shard in shards}
         if task is not None and task.rows != rows and (others := task.shards.keys() - keys.keys()):
@@ -104,7 +112,7 @@ class RowDirectory:
         for shard, entry, reference in zip(shards, entries, references, strict=True):
             if (replaced := task.shards.get(shard.key)) is not None:
                 self._nbytes -= replaced.nbytes
-            task.shards[shard.key] = Held(shard.nbytes, shard.digest, entry, reference)
+            task.shards[shard.key] = Held(shard.nbytes, shard.digest, entry, reference, ticket)
             self._nbytes += shard.nbytes
         await self._notify()
         return None

@@ -108,7 +108,7 @@ class RayStore(Closing):
                 references,
             )
         except BaseException:
-            self._give_up(ticket)
+            self._give_up(ticket, task_id)
             raise
         if refused:
             raise BatchError(refused)
@@ -180,7 +180,7 @@ class RayStore(Closing):
         try:
             refused = self._ask("reserve", ticket, needed, timeout_s, timeout_s=timeout_s + CALL_S)
         except SyncTimeout:
-            self._give_up(ticket)
+            self._give_up(ticket, task_id)
             raise
         if refused is None:
             return ticket
@@ -190,9 +190,9 @@ class RayStore(Closing):
             f"bytes {numbers.nbytes} are held, {numbers.reserved} are being written, {numbers.waiting} puts wait"
         )
 
-    def _give_up(self, ticket: int) -> None:
+    def _give_up(self, ticket: int, task_id: str) -> None:
         if not self._is_closed:
-            self._directory.release.remote(ticket)
+            self._directory.release.remote(ticket, task_id)
 
     def _put_bytes(self, task_id: str, array: npt.NDArray[np.uint8]) -> Any:
         """A reference to a copy of the bytes; None for no bytes."""

@@ -75,8 +75,12 @@ class Store(Closing):
         self._server = StoreServer(self, address or listen_address(owner_id, "b"), owner_id)
         (listens_at,) = self._server.addresses
         self.owner = Owner(owner_id, listens_at, boot_id(), os.getpid(), start_ticks())
-        self._drafts = Drafts(self._server.waker())
-        self._server.start()
+        try:
+            self._drafts = Drafts(self._server.waker())
+            self._server.start()
+        except BaseException:
+            self.close()
+            raise
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, timeout_s: float = 0.0) -> torch.Tensor:
         """A tensor in the store's memory, for rows that are to be put: like `torch.empty`, with any values.

@@ -60,7 +60,11 @@ class Connections:
         self._writing = threading.Lock()
         self._news: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._news)
+            raise
 
     def wake(self) -> None:
         """Any thread: a link has something to announce, or is dirty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from inference_plugin.net import addresses
+from inference_plugin.net.gate import no_thread
 from inference_plugin.net.listening import listens_on, remove_socket
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
@@ -106,7 +108,8 @@ class RolloutPool(Closing, Service):
         self._job = addresses.job_name()
         local = addresses.ipc_address(self.name, "p")
         self._path = Path(local.removeprefix("ipc://"))
-        try:
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(remove_socket, self._path)
             self._server = ReplyServer(
                 self,
                 [local, *([further] if further != "ipc" else [])],
@@ -114,12 +117,15 @@ class RolloutPool(Closing, Service):
                 where={"side": "rollout pool"},
                 max_bytes=MAX_CONTROL_BYTES,
             )
-        except BaseException:
-            remove_socket(self._path)
-            raise
-        self.addresses = tuple(self._server.addresses)
-        self._callbacks = CallbackThread("weightwire-rollout-futures")
-        self._server.start()
+            if_it_fails.callback(self._server.close)
+            self.addresses = tuple(self._server.addresses)
+            try:
+                self._callbacks = CallbackThread("weightwire-rollout-futures")
+            except RuntimeError as error:
+                raise no_thread(error, "a rollout pool") from error
+            if_it_fails.callback(self._callbacks.end)
+            self._server.start()
+            if_it_fails.pop_all()
 
     # --- tasks -----------------------------------------------------------------------------------------------------------
 

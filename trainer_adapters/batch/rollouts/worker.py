@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ import msgspec
 
 from inference_plugin.devices import start_thread
 from inference_plugin.net.addresses import job_name, new_replica_id
+from inference_plugin.net.gate import no_thread
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import BatchError, ConfigError, RolloutFailed, SyncTimeout, WeightwireError
@@ -123,25 +125,35 @@ class RolloutWorker(Closing):
         self._lock = threading.Lock()
         self._turns = _Turns()
         self._attempts: dict[tuple[int, int, TaskRef], _Attempt] = {}
-        self._prune_at = PRUNE_FROM
+        self._prune_at: float = PRUNE_FROM
         self._closed = self._loop_ends = False
         self._pid = os.getpid()
-        # Threads begin here: what is above may raise, and leaves none behind.
-        self.collectives = SerialExecutor("weightwire-collectives")
-        self._puts = SerialExecutor("weightwire-rollout-puts")
         self._running = asyncio.Semaphore(slots)
-        self._loop = asyncio.new_event_loop()
-        self._thread = start_thread(
-            self._run_loop, name="weightwire-rollouts", stop=lambda: self._to_loop(self._end_loop)
-        )
-        self._connections = Connections(
-            pool,
-            lock=self._lock,
-            new_link=self._new_link,
-            perform=self._perform,
-            silence_s=silence_s,
-            name="weightwire-rollout-worker",
-        )
+        # Threads begin here: what is above may raise, and leaves none behind.
+        with contextlib.ExitStack() as if_it_fails:
+            try:
+                self.collectives = SerialExecutor("weightwire-collectives")
+                if_it_fails.callback(self.collectives.close, END_S)
+                self._puts = SerialExecutor("weightwire-rollout-puts")
+                if_it_fails.callback(self._puts.close, END_S)
+                self._loop = asyncio.new_event_loop()
+                if_it_fails.callback(lambda: self._loop.is_running() or self._loop.close())
+                self._thread = start_thread(
+                    self._run_loop, name="weightwire-rollouts", stop=lambda: self._to_loop(self._end_loop)
+                )
+                if_it_fails.callback(self._thread.join, END_S)
+                if_it_fails.callback(self._to_loop, self._end_loop)
+                self._connections = Connections(
+                    pool,
+                    lock=self._lock,
+                    new_link=self._new_link,
+                    perform=self._perform,
+                    silence_s=silence_s,
+                    name="weightwire-rollout-worker",
+                )
+            except RuntimeError as error:
+                raise no_thread(error, "a rollout worker") from error
+            if_it_fails.pop_all()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Leaves the pools, cancels what runs, clears what it put into the store, and drains `collectives`; may be called twice.
@@ -182,9 +194,13 @@ class RolloutWorker(Closing):
         with self._lock:
             begun = [attempt for attempt in begun if self._turns.enter(attempt)]
             begun += [after for task_id in orders.settled if (after := self._turns.leave(task_id)) is not None]
-            self._prune(link)
+            if prunes := len(link.held) >= self._prune_at:
+                self._prune_at = math.inf  # until the store has answered
         if begun:
             self._to_loop(self._begin, begun)
+        if prunes:
+            with contextlib.suppress(WeightwireError):  # the worker is closed
+                self._puts.submit(self._prune, link)
 
     def _clear(self, task_ids: tuple[str, ...]) -> None:
         if not task_ids:
@@ -193,16 +209,6 @@ class RolloutWorker(Closing):
             self.store.clear(task_ids)
         except Exception:  # it was closed, say
             logger.exception("weightwire: %d tasks could not be cleared from the store", len(task_ids))
-
-    def _prune(self, link: PoolLink) -> None:
-        """Forgets tasks that their consumers have cleared, so that the list does not grow for ever."""
-        if len(link.held) < self._prune_at:
-            return
-        try:
-            link.held &= self.store.held(link.held)
-        except Exception:  # it was closed, say: no reason to give up the pool
-            logger.exception("weightwire: the store of rollout worker %s did not say what it holds", self.name)
-        self._prune_at = max(PRUNE_FROM, 2 * len(link.held))
 
     def _to_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every attempt
@@ -304,6 +310,20 @@ class RolloutWorker(Closing):
                 self._clear((ref.task_id,))
                 finished = self._failed(attempt, error)
         self._ended(attempt, finished)
+
+    def _prune(self, link: PoolLink) -> None:
+        """Forgets tasks that their consumers have cleared, so that the list does not grow for ever. A store on Ray is asked over the
+        network; nothing is put meanwhile."""
+        with self._lock:
+            listed = set(link.held)
+        try:
+            listed -= self.store.held(listed)
+        except Exception:  # it was closed, say: no reason to give up the pool
+            logger.exception("weightwire: the store of rollout worker %s did not say what it holds", self.name)
+            listed = set()
+        with self._lock:
+            link.held -= listed
+            self._prune_at = max(PRUNE_FROM, 2 * len(link.held))
 
     def _ended(self, attempt: _Attempt, finished: Finished | None) -> None:
         with self._lock:
