@@ -16,7 +16,7 @@ from inference_plugin.wire.messages import Body, Commit, Verify
 
 __all__ = [
     "AllRead", "Asked", "Command", "ManagerEnded", "NotSubmitted", "Overwritten", "Perform", "Performed", "PublishCard",
-    "Reply", "Start", "Submit", "TellFailure", "Tick", "Turn", "VersionLost",
+    "Reply", "Start", "Submit", "TellFailure", "Turn", "VersionLost",
 ]  # fmt: skip
 
 Start: TypeAlias = Callable[[], Steps[Body]]
@@ -111,11 +111,7 @@ class VersionLost(Struct, frozen=True):
     unknown: dict[str, str]
 
 
-class Tick(Struct, frozen=True):
-    """Time has passed."""
-
-
-Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Overwritten | VersionLost | Tick
+Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Overwritten | VersionLost
 
 
 # --- actions ------------------------------------------------------------------------------------------------------------

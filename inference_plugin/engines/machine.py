@@ -118,7 +118,7 @@ class ReplicaMachine:
         return self._actions
 
     def wakes_at_s(self) -> float:
-        """When to send `Tick` (and, if every message was read, `AllRead`) if nothing happened before."""
+        """When to send `AllRead`, if every message was read, and nothing happened before."""
         every = [*self._commands, *self._verifications]
         heads = [*self._commands[:1], *self._verifications[:1]]
         times_s = [command.gives_up_at_s() for command in every] + [command.due_s for command in heads]

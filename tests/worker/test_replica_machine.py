@@ -33,8 +33,8 @@ from inference_plugin.engines.events import (
     Reply,
     Submit,
     TellFailure,
-    Tick,
     Turn,
+    VersionLost,
 )
 from inference_plugin.engines.machine import ReplicaMachine
 from inference_plugin.engines.operations import RankReply
@@ -111,7 +111,7 @@ class Simulated:
 
     def at(self, now_s: float, event: Event | None = None) -> None:
         self.now_s = now_s
-        self.on(event or Tick())
+        self.on(event or AllRead())
 
     def kinds(self) -> list[str]:
         """What was performed since the last look: operations by name."""
@@ -336,7 +336,7 @@ def test_a_pause_ends_with_its_lease_once_and_its_manager_is_told() -> None:
     one.at(9.0)
     one.ask("renew", RenewPause("s"))
     assert one.answered["renew"] == Done() and one.machine.wakes_at_s() == 19
-    one.at(19.0)
+    one.at(19.0, VersionLost({}))
     assert one.due == [], "a message that renews it may wait to be read"
     one.on(AllRead())
     one.on(AllRead())
