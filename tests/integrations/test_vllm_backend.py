@@ -216,6 +216,7 @@ def test_both_dialects_of_vllms_source_are_sources_and_nothing_is_gathered_to_de
         ({"rank": 0}, "client is a NoneType without init_weight_transfer_engine"),
         ({"rank": 1, "options": {"time_out": 3}}, "unexpected keyword argument 'time_out'"),
         ({"rank": 1, "options": None}, "None is no mapping"),
+        ({"rank": 0, "options": {"group": "critic"}}, "options name a group"),
         ({"rank": 1, "dtype": "float99"}, "unknown dtype 'float99'"),
     ],
 )

@@ -76,12 +76,16 @@ class WeightwireTrainer(_TrainerEngine):  # type: ignore[misc]
             raise ArgumentError(f"rank={rank!r} is a {type(rank).__name__}", hint=RANK)
         self.is_sender = rank == 0
         self.rank = rank
+        options = checked_options(init_info.options, init_info.dtype, "WeightwireInitInfo")
+        if "group" in options:
+            raise ArgumentError(
+                "WeightwireInitInfo: options name a group", hint="give it as WeightwireInitInfo(group=...)"
+            )
         if self.is_sender and (lacking := [name for name in CALLED if not callable(getattr(client, name, None))]):
             raise ArgumentError(
                 f"client is a {type(client).__name__} without {', '.join(lacking)}",
                 hint="rank 0 needs a client of the engine, such as vLLM's HTTPVLLMWeightSyncClient(url)",
             )
-        options = checked_options(init_info.options, init_info.dtype, "WeightwireInitInfo")
         self.client = client
         self.source = source
         self.dtype = init_info.dtype
