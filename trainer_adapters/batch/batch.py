@@ -321,8 +321,8 @@ class DistributedBatch(BatchMetadata):
         return client().clear_tasks(by_owner, self._owners, timeout_s=timeout_s)
 
     def to_bytes(self) -> bytes:
-        """The metadata of a REMOTE or EMPTY batch. Raises `BatchError` for a LOCAL one, and for one that `from_bytes` would refuse as
-        too large."""
+        """The metadata of a REMOTE or EMPTY batch. Raises `BatchError` for a LOCAL one, and for one that is too large for
+        `from_bytes`."""
         if self.status is BatchStatus.LOCAL:
             raise BatchError(
                 "the rows of a LOCAL batch don't travel with its metadata",

@@ -312,8 +312,8 @@ class RolloutWorker(Closing):
         self._ended(attempt, finished)
 
     def _prune(self, link: PoolLink) -> None:
-        """Forgets tasks that their consumers have cleared, so that the list does not grow for ever. A store on Ray is asked over the
-        network; nothing is put meanwhile."""
+        """Forgets tasks that their consumers have cleared, so that the list does not grow for ever. A store on Ray is asked over
+        the network; nothing is put meanwhile."""
         with self._lock:
             listed = set(link.held)
         try:
