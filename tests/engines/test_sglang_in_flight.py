@@ -10,6 +10,9 @@ import torch
 
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import weights
+from tests.support.checkpoints import load
+from tests.support.families import FAMILIES, make_versions
+from tests.support.family_trials import SglangWithStandIns
 from tests.support.managers import SyncManager
 from tests.support.models import make_qwen3
 from tests.support.sglang_engines import SglangDriver, SglangServer
@@ -102,6 +105,74 @@ def test_requests_that_are_held_during_a_drain_are_scheduled_by_priority_afterwa
             driver.call("abort_all")
             assert [(done["finish_reason"], done["tokens"]) for done in driver.wait(held)] == [("abort", [])]
             assert [replica.status for replica in update.result().replicas] == ["committed"]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "drain"])
+def test_a_turn_of_a_session_that_waits_for_room_over_an_update_is_computed_anew(
+    runtime: Path, old_and_new: tuple[Path, Path], policy: str
+) -> None:
+    """Such a turn has the session's rows of the cache already, and SGLang flushes nothing while a request that waits has rows;
+    nor may it go on with rows that a flush has freed."""
+    old, new = old_and_new
+    with SglangDriver(runtime) as driver:
+        driver.open(old, enable_streaming_session=True, max_total_tokens=1024)
+        driver.rpc("open_session", 10_000, "chat", True)
+        (first,) = driver.wait(driver.submit([PROMPT], 8, session="chat"))
+        with SyncManager(in_flight=policy, timeout_s=60) as manager:
+            running = driver.submit([[5, 6, 7]], 400)
+            driver.wait_for_tokens(running, 3)
+            turn = driver.submit([NEXT], 800, session="chat")
+            (now,) = driver.look(running)
+            driver.wait_for_tokens(running, len(now["tokens"]) + 5)
+            assert not driver.look(turn)[0]["tokens"], "it waits for room"
+            report = manager.update(ModuleAdapter(weights(new)), 1)
+            assert [replica.status for replica in report.replicas] == ["committed"]
+            driver.wait_for_tokens(turn, 8)
+            (said,) = driver.look(turn)
+            driver.call("abort_all")
+            driver.wait([*running, *turn])
+            assert driver.tokens([PROMPT + first["tokens"] + NEXT], 8) == [said["tokens"][:8]]
+
+
+HYBRID = {
+    "attention_backend": "triton",
+    "mamba_radix_cache_strategy": "no_buffer",
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 1024,
+    "max_mamba_cache_size": 12,
+}
+
+
+@pytest.mark.full
+def test_a_turn_of_a_session_of_a_hybrid_model_that_waits_over_an_update_begins_with_no_other_s_state(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """While it waits for room it has a slot already, which held the state of an earlier request."""
+    family = FAMILIES["qwen3_next"]
+    old, new = make_versions(family, tmp_path)
+    options = {**HYBRID, "dtype": family.dtype, **family.sglang}
+    with SglangWithStandIns(runtime) as driver:
+        driver.open(old, **options)
+        for i in range(15):
+            driver.tokens([[7 * i + 3] * 9], 2)
+        driver.rpc("open_session", 10_000, "chat", False)
+        (first,) = driver.wait(driver.submit([PROMPT], 4, session="chat"))
+        with SyncManager(in_flight="keep", timeout_s=60) as manager:
+            running = driver.submit([[5, 6, 7]], 400)
+            driver.wait_for_tokens(running, 3)
+            turn = driver.submit([NEXT], 800, session="chat", logprobs=1)
+            (now,) = driver.look(running)
+            driver.wait_for_tokens(running, len(now["tokens"]) + 5)
+            assert not driver.look(turn)[0]["tokens"], "it waits for room"
+            manager.update(load(new), 1, dtype="engine")
+            driver.wait_for_tokens(turn, 8)
+            (said,) = driver.look(turn)
+            driver.call("abort_all")
+            driver.wait(turn)
+    with SglangWithStandIns(runtime) as driver:
+        driver.open(new, **options)
+        (fresh,) = driver.wait(driver.submit([PROMPT + first["tokens"] + NEXT], 8, logprobs=1))
+    assert said["logprobs"][:8] == fresh["logprobs"]
 
 
 def _held(driver: SglangDriver, running: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support import engine_driver, held_grammars, poison, sglang_host_cache, sglang_pool, sglang_speculation
 
@@ -53,6 +53,15 @@ poison.spread_if_asked()  # in the schedulers as well, which are spawned from th
 
 
 class Driver(engine_driver.Driver):
+    last_turns: ClassVar[dict[str | None, str]] = {}
+    """By session: the id of its last request, which the next one goes on from."""
+
+    def _turn(self, session: str | None) -> dict[str, str] | None:
+        if session is None:
+            return None
+        last = self.last_turns.get(session)
+        return {"id": session} | ({} if last is None else {"rid": last})
+
     def step(self) -> None:
         self.llm.loop.run_until_complete(asyncio.sleep(PASS_S))
         self.tell_waiting()
@@ -87,7 +96,7 @@ class Driver(engine_driver.Driver):
                     "beam_width": request.get("beams"),
                 },
                 stream=True,
-                session_params={"id": request["session"]} if request.get("session") else None,
+                session_params=self._turn(request.get("session")),
                 cache_salt=request.get("salt"),
                 lora_path=request["lora"][0] if request.get("lora") else None,
                 image_data=None if (seed := request.get("image")) is None else [engine_driver.image(seed)],
@@ -96,6 +105,7 @@ class Driver(engine_driver.Driver):
             )
             async for chunk in stream:
                 meta = chunk["meta_info"]
+                self.last_turns[request.get("session")] = meta["id"]
                 state["tokens"] = list(chunk["output_ids"])
                 state["logprobs"] = [value for value, *_ in meta.get("output_token_logprobs", ())]
                 state["cached"] = int(meta.get("cached_tokens", 0))

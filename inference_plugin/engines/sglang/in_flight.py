@@ -1,5 +1,5 @@
-"""Requests that SGLang's own pause and cache namespaces don't cover: turns of streaming sessions, beam searches, and those of
-diffusion models."""
+"""Requests that SGLang's own pause and cache namespaces don't cover: turns of sessions, beam searches, and those of diffusion
+models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ __all__ = [
     "forget_old_turns",
     "note_old_sessions",
     "recall_diffusion",
+    "take_back",
     "unbegun_diffusion",
     "why_not_again",
 ]
@@ -41,6 +42,20 @@ def forget_old_turns(scheduler: Any, request: Any) -> None:
     if getattr(slot, "kv", None) is not None and slot.kv is getattr(request, "kv", None):
         request.detach_kv()  # lent to a turn for which there was no room yet
     scheduler.tree_cache.release_session(session.session_id)
+
+
+def take_back(scheduler: Any) -> None:
+    """Turns of sessions that wait for room give back what they have of the cache already. Each looks for its prefix again, and
+    gets it then. Before a flush: SGLang flushes nothing while a request that waits has rows, which it has from a streaming
+    session; held, it would go on with rows that a flush has freed. Before another namespace, and an end, too: in a hybrid model a
+    turn has the slot into which the state of its prefix was to be copied. It would leak, or begin with somebody else's state."""
+    lent = {id(slot.kv) for slot in _slots(scheduler).values() if getattr(slot, "kv", None) is not None}
+    for request in scheduler.waiting_queue:
+        if id(request.kv) in lent:
+            request.detach_kv()
+        elif request.kv.holds_mamba and not request.kv.holds_kv:
+            scheduler.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(-1))
+            request.kv.mamba_pool_idx = None
 
 
 def _slots(scheduler: Any) -> Mapping[str, Any]:

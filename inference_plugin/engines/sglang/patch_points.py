@@ -62,6 +62,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.release_session", ("session_id",), "called: what a streaming session holds of old weights"),
     PatchPoint("sglang.srt.session.streaming_session:StreamingSession", why="its `slots` are marked: what they hold is old"),
     PatchPoint("sglang.srt.session.streaming_session:SessionSlot", why="marked"),
+    PatchPoint("sglang.srt.managers.schedule_batch:Req.detach_kv", ("self",), "called: what a session has lent a turn that waits; its `kv` is read"),
+    PatchPoint("sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool", why="its `mamba_allocator` gets back the slot of a turn that waits"),
     PatchPoint("sglang.srt.beam_search.coordinator:BeamCoordinator._free_member_rows", ("group",), "called before a retraction: what a beam search holds; its `_num_live_groups` is read"),
     PatchPoint("sglang.srt.beam_search.coordinator:BeamCoordinator.retire_group", ("req",), "called: a request has ended"),
     PatchPoint("sglang.srt.managers.schedule_batch:FINISH_ABORT", ("message",), "made: why a beam search ends"),

@@ -21,6 +21,7 @@ from inference_plugin.engines.sglang.in_flight import (
     forget_old_turns,
     note_old_sessions,
     recall_diffusion,
+    take_back,
     unbegun_diffusion,
     why_not_again,
 )
@@ -43,13 +44,9 @@ class SchedulerRank:
     """One rank: its runtime, the requests that it holds back, and why it refuses new ones."""
 
     def __init__(self, scheduler: Any, ranks: Ranks, replica: str) -> None:
-        from sglang.srt.runtime_context import get_parallel
-
         self.scheduler = scheduler
         self.ranks = ranks
         self.rank = ranks.rank
-        # One rank of an attention group answers its clients.
-        self._speaks = get_parallel().attn_tp_rank == 0 and ranks.stage == 0
         self.pipeline = Pipeline(scheduler) if ranks.stages > 1 else None
         self.replica = replica
         self.cards: list[WorkerCard] = []
@@ -136,12 +133,14 @@ class SchedulerRank:
         scheduler = self.scheduler
         if operation.name == "retract":
             self._retract()
+            take_back(scheduler)
             return flush_cache(scheduler)
         if operation.name in ("abort", "drain"):
             stand = scheduler._engine_paused or self.pipeline is not None
             # Of a prompt that is computed in chunks SGLang would answer with the vector of its beginning.
             if operation.name == "abort" and (stand or not scheduler.is_generation):
                 self._retract()  # they don't take the step in which SGLang ends them
+            take_back(scheduler)
             self.holding = True
             self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
             scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
@@ -286,6 +285,7 @@ class SchedulerRank:
         Requests in flight keep theirs; those that wait have none yet and move to the new namespace.
         """
         scheduler = self.scheduler
+        take_back(scheduler)
         self._installations += 1  # not the version: two groups may be at the same one
         self.namespace = f"weightwire={self._installations}"
         if not self._some_keep_cache and is_idle(scheduler, but_for_waiting=True) and flush_cache(scheduler):
@@ -356,6 +356,7 @@ class SchedulerRank:
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
         paused = self._paused
         self._retract()
+        take_back(self.scheduler)
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
@@ -369,10 +370,9 @@ class SchedulerRank:
 
         why = {"type": "abort", "status_code": status, "message": reason}
         scheduler = self.scheduler
-        if self._speaks:
-            has_sender = hasattr(scheduler, "send_abort_output")  # since 0.5.23
-            send = scheduler.send_abort_output if has_sender else scheduler.ipc_channels.send_to_tokenizer.send_output
-            send(_make_abort_req(request, finished_reason=why), request)
+        has_sender = hasattr(scheduler, "send_abort_output")  # since 0.5.23; only a rank with clients of its own sends
+        send = scheduler.send_abort_output if has_sender else scheduler.ipc_channels.send_to_tokenizer.send_output
+        send(_make_abort_req(request, finished_reason=why), request)
         scheduler._release_aborted_request(request)
         scheduler.beam_coordinator.retire_group(request)
 
