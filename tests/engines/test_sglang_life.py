@@ -137,7 +137,9 @@ def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(
     if server == "rust":
         variables["SGLANG_RUST_SERVER"] = "1"
     with (
-        SglangServer(runtime, pair[0], tp=2 if server == "python" else 1, **variables) as engine,
+        SglangServer(
+            runtime, pair[0], tp=2 if server == "python" else 1, options={"weight_version": "started"}, **variables
+        ) as engine,
         SyncManager(timeout_s=120, install="copy", in_flight="keep") as sync,
     ):
         with pytest.raises(TornReplica, match="previous version's bytes are gone"):
@@ -157,6 +159,9 @@ def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(
         spans = answer["meta_info"]["weight_versions"]
         assert (status, answer["output_ids"]) == (200, reference(pair[0])[1])
         assert [(span["version"], span["start"], span["end"]) for span in spans] == [("3", 0, COUNT)]
+        if server == "python":  # nobody has asked it before; the Rust server doesn't say
+            assert engine.request("POST", "/update_weights_from_disk", {"model_path": str(pair[1])})[1]["success"]
+            assert engine.request("GET", "/model_info")[1]["weight_version"] == "unknown"
 
 
 def test_an_engine_started_under_the_name_of_the_first_version_takes_it_with_requests_in_flight(

@@ -53,8 +53,8 @@ class SglangMiddleware(ReplicaMiddleware):
     """Also has `/model_info` say the version that was committed: SGLang's server learns of its own updates only."""
 
     logger = logger
-    told = "default"
-    """What it had SGLang say last; before, that is SGLang's own word."""
+    told: str | None = None
+    """What it had SGLang say last, if anything."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] in ("/model_info", "/get_model_info"):
@@ -62,7 +62,8 @@ class SglangMiddleware(ReplicaMiddleware):
                 version = await asyncio.to_thread(_last_committed)
                 manager = sys.modules[_SERVER]._global_state.tokenizer_manager
                 said = manager.config_value("weight_version")
-                named = version == UNKNOWN_VERSION and said != self.told  # by whoever loaded the weights
+                before = manager.server_args.weight_version if self.told is None else self.told
+                named = version == UNKNOWN_VERSION and said != before  # by whoever loaded the weights
                 if version not in (None, said) and not named:
                     manager.record_config_updates("weightwire", weight_version=version)
                     self.told = version

@@ -112,7 +112,7 @@ PATCH_POINTS = (
     # the server
     PatchPoint("sglang.srt.observability.http_request_metrics:add_http_request_metrics_middleware", ("app",), "wrapped: adds the middleware", since="0.5.23", without="the server has no /ready and none of our metrics, and /get_model_info doesn't know the version of the weights"),
     PatchPoint("sglang.srt.managers.tokenizer_manager:TokenizerManager.record_config_updates", ("source",), "called: the version in /model_info", without="/model_info does not say the committed version"),
-    PatchPoint("sglang.srt.managers.tokenizer_manager:TokenizerManager.config_value", ("name",), "called: the version that it says now", without="/model_info does not say the committed version"),
+    PatchPoint("sglang.srt.managers.tokenizer_manager:TokenizerManager.config_value", ("name",), "called: the version that it says now; the one with which the server was started is read from its `server_args`", without="/model_info does not say the committed version"),
     PatchPoint("sglang.srt.environ:Envs.SGLANG_HTTP_SERVER_APP_PATH", why="set: processes of a server with several tokenizers add the middleware", without="servers with --tokenizer-worker-num above 1 have no /ready and none of our metrics"),
     # starting
     PatchPoint("sglang.srt.entrypoints.engine:Engine._launch_scheduler_processes", ("server_args",), "wrapped: the engine starts"),
