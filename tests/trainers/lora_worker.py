@@ -174,6 +174,12 @@ def renamed_and_filtered() -> Result:
     return observe(source, gold)
 
 
+def filtered_to_norms() -> Result:
+    """No adapter changes what is left."""
+    gold = {n: t for n, t in merged(push(adapted(tiny_qwen3()))).items() if "norm" in n}
+    return observe(MergedLoRAAdapter(shard(push(adapted(tiny_qwen3()))), include=["*norm*"]), gold)
+
+
 # --- an adapter alone, for an engine's own slots ------------------------------
 
 
@@ -440,6 +446,7 @@ CASES = [
     stacked_experts,
     fused_projections,
     renamed_and_filtered,
+    filtered_to_norms,
     of_many_tiles,
     tensor_parallel_of_many_tiles,
     several_updates,

@@ -121,6 +121,12 @@ def test_a_and_b_are_gathered_in_a_few_collectives_and_the_base_never(ranks: Ran
         assert rank["collectives"] == 0
 
 
+def test_no_adapter_is_gathered_where_what_is_sent_has_none(ranks: Ranks) -> None:
+    seen = of(ranks, "filtered_to_norms")
+    manifest, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], manifest.tied)
+
+
 def test_bits_do_not_depend_on_the_sharding_and_differ_from_one_large_product_in_the_last_place(ranks: Ranks) -> None:
     seen = of(ranks, "of_many_tiles")[0]
     _, split, _ = written(of(ranks, "tensor_parallel_of_many_tiles"), 2 + 1)

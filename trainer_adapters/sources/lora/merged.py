@@ -129,7 +129,7 @@ class MergedLoRAAdapter(WrappingSource):
         return self._source
 
     def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
-        factors = self._factors.whole(anew=anew)
+        factors = self._factors.whole(anew=anew) if self._adapted else {}
         for item in slices:
             if (adapted := self._adapted_part(item.box)) is None:
                 yield item
