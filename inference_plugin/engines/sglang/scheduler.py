@@ -133,7 +133,6 @@ class SchedulerRank:
         scheduler = self.scheduler
         if operation.name == "retract":
             self._retract()
-            take_back(scheduler)
             return flush_cache(scheduler)
         if operation.name in ("abort", "drain"):
             stand = scheduler._engine_paused or self.pipeline is not None
@@ -329,6 +328,7 @@ class SchedulerRank:
         with self._queue_unlimited(), self._ours():
             pause(PauseGenerationReqInput(mode="retract"))
         scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
+        take_back(scheduler)
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -356,7 +356,6 @@ class SchedulerRank:
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
         paused = self._paused
         self._retract()
-        take_back(self.scheduler)
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
