@@ -132,10 +132,13 @@ def test_an_engine_that_starts_warns_once_of_a_misspelt_variable(
 
 @pytest.mark.parametrize("answering", [0, 1])
 def test_fewer_answers_than_ranks_are_no_success(directory: Path, answering: int) -> None:
-    """`all()` of nothing is true: an executor that returns nothing must not look like one that agreed."""
-    coordinator = coordinator_of(Control(lambda operation: committed(operation, answering)), 2)
-    with pytest.raises(PeerLost, match=f"{answering} of 2 workers answered 'check'"):
-        commit(coordinator)
+    """`all()` of nothing is true: an executor that returns nothing must not look like one that agreed. It is not asked again."""
+    control = Control(lambda operation: committed(operation, answering))
+    coordinator = coordinator_of(control, 2)
+    for txn in ("t", "another"):
+        with pytest.raises(PeerLost, match=f"{answering} of 2 workers answered 'check'.*restart the engine"):
+            commit(coordinator, txn)
+    assert control.asked == ["check"]
     coordinator.close()
 
 
