@@ -29,6 +29,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ VENVS = ROOT / ".venvs"
 LOCKS = ROOT / "requirements"
 PYTHON = "3.11"
 UV = "uv==0.13.9"
+UV_FREE_GB = 0.2
 HEARTBEAT_S = 15.0
 CHATTY_LINES = 20
 OF_PIP = {
@@ -188,6 +190,7 @@ def uv() -> Path:
     with _one_at_a_time(VENVS / ".uv.lock"):
         if _read(stamp) != UV or not program.exists():
             say(f"making {VENVS.name}/uv: what makes the others")
+            _check_disk(UV_FREE_GB)  # where the disk is full, no log says so either
             log = VENVS / "uv-install.log"
             log.unlink(missing_ok=True)
             python = str(directory / "bin" / "python")
@@ -201,11 +204,13 @@ def uv() -> Path:
 
 def uv_settings() -> dict[str, str]:
     """This process' environment variables, and for uv what pip is configured with on this machine: where packages are found.
-    Variables of uv that are set win."""
+    Variables of uv that are set win. Raises :class:`SetupError`."""
     command = [str(VENVS / "uv" / "bin" / "python"), "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:
+        raise SetupError(f"`pip config list` fails:\n{listed.stderr.strip()}")
     settings = {}
-    for line in reversed(listed.splitlines()):  # environment variables come first in the list, and win
+    for line in reversed(listed.stdout.splitlines()):  # environment variables come first in the list, and win
         key, _, value = line.partition("=")
         settings[key.rpartition(".")[2]] = ast.literal_eval(value)
     found = {variable: settings[option] for option, variable in OF_PIP.items() if option in settings}
@@ -385,10 +390,13 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME", help=", ".join(sorted(ENVIRONMENTS))
     )
+    names = parser.parse_args().names
+    # The lock ends with this process: what installs must not outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for name in parser.parse_args().names:
+        for name in names:
             ensure(name)
-    except SetupError as error:
+    except (SetupError, OSError) as error:  # OSError: no room, no permission
         print(f"set-up: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -22,7 +22,9 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 def make_yielding_fair(directory: Path) -> None:
     """Processes that are started from now on yield fairly. The library is built in `directory`, if it is not there. Does nothing
-    without a C compiler."""
+    without a C compiler, and in a path with a space or a colon, which LD_PRELOAD takes for the end of a name."""
+    if {" ", ":"} & set(str(directory)):
+        return
     directory.mkdir(exist_ok=True)
     library = directory / f"yielding-{SOURCE.stat().st_mtime_ns}.so"
     compiler = shutil.which("cc")
