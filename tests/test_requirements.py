@@ -326,6 +326,18 @@ def test_another_python_is_refused_with_the_way_to_name_the_right_one(
         envs.check_machine()
 
 
+def test_environments_that_another_checkout_made_are_left_alone(
+    envs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worktree whose .venvs is a link: its set-up would make the other checkout's environments anew, for itself."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "envs.py").touch()
+    monkeypatch.setattr(envs, "VENVS", tmp_path / ".venvs")
+    with pytest.raises(envs.SetupError, match=rf"a link to the environments of {tmp_path}.*run it there"):
+        envs.ensure("docs")
+    assert not (tmp_path / ".venvs").exists()
+
+
 def test_a_change_of_the_lock_or_of_pyproject_makes_the_set_up_run_again(
     envs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,11 @@ def ensure(name: str) -> Path:
     """Return the interpreter of environment ``name``, made first. Raises :class:`SetupError`."""
     environment = ENVIRONMENTS[name]
     check_machine()
+    owner = VENVS.resolve().parent
+    if owner != ROOT and (owner / "tools" / "envs.py").exists():
+        raise SetupError(
+            f"{VENVS.name} is a link to the environments of {owner}, whose Weightwire is installed there: run it there."
+        )
     if environment.over:
         ensure(environment.over)
     directory = VENVS / name
