@@ -2,7 +2,7 @@
 
 It draws a group of answers to each prompt through the engine's ordinary HTTP server, rewards them, and keeps the rows in its
 own store, in shared memory, until the trainer has learned from them. The controller hears of each finished task, as metadata.
-At its end (SIGTERM) it prints what its store holds.
+It says when it is ready. At its end (SIGTERM) it prints what its store holds.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def main() -> None:
         return made._replace(data={key: made.data[key] for key in KEYS} | {"rewards": rewards})
 
     with Store(budget_bytes=STORE_BYTES) as store, RolloutWorker(generate, slots=SLOTS, store=store):
+        print("ready", flush=True)
         signal.sigwait({signal.SIGTERM})
         print(json.dumps({"rollout_worker": os.getpid(), "store": dataclasses.asdict(store.stats())}), flush=True)
 

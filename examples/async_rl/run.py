@@ -24,25 +24,23 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
-from server import own_process, running_server, tail
+from server import TORCHRUN, DemoError, job_directory, own_process, running_server, tail
 
 HERE = Path(__file__).resolve().parent
 SCALE_OUT = ["--enable-scale-out"]
 """vLLM's endpoint for token ids, `/inference/v1/generate`: its answers have version spans."""
 
 
-def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> int:
+def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> None:
     environment = {"WEIGHTWIRE_RUNTIME_DIR": os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(directory))}
     if (url := arguments.server) is None:
         options = SCALE_OUT if arguments.engine == "vllm" else []
         log = directory / "engine.log"
         url = running.enter_context(running_server(arguments.engine, arguments.model, log, environment, options)).url
-    environment |= {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
 
     def start(command: list[str], name: str) -> subprocess.Popen[str]:
         started = own_process([sys.executable, *command], directory / name, environment, read_stdout=True)
@@ -50,18 +48,30 @@ def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> i
 
     rollouts = [str(HERE / "rollouts.py"), arguments.engine, url]
     workers = [start(rollouts, f"rollouts-{number}.log") for number in range(arguments.rollout_workers)]
+    for number, worker in enumerate(workers):
+        if not read_line(worker):
+            raise DemoError(f"a rollout worker ended as it started\n{tail(directory / f'rollouts-{number}.log')}")
     print(json.dumps({"rollout_workers": [worker.pid for worker in workers]}), flush=True)
 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     settings = json.dumps(vars(arguments), default=str)
     trainer = start([*torchrun, "--monitor-interval=0.2", str(HERE / "train.py"), settings], "trainer.log")
-    assert trainer.stdout is not None
-    for line in trainer.stdout:
+    verified = False
+    while line := read_line(trainer):
         print(line, end="", flush=True)
-    if status := trainer.wait():
-        print(f"the trainer ended with status {status}\n{tail(directory / 'trainer.log')}", file=sys.stderr)
-    print(json.dumps({"rollout_stores": [rows_left(worker) for worker in workers]}))
-    return status
+        verified = verified or '"verified": true' in line
+    status = trainer.wait()
+    print(json.dumps({"rollout_stores": [rows_left(worker) for worker in workers]}), flush=True)
+    if status:
+        raise DemoError(f"the trainer ended with status {status}\n{tail(directory / 'trainer.log', until=TORCHRUN)}")
+    if not verified:
+        raise DemoError("the engine does not hold the trainer's weights")
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """What a process says next; "" once it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def rows_left(worker: subprocess.Popen[str]) -> dict[str, int] | None:
@@ -83,9 +93,8 @@ def main() -> None:
     parser.add_argument("--rollout-workers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=5e-5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ww-async-") as directory, ExitStack() as running:
-        status = run(arguments, Path(directory), running)
-    sys.exit(status)
+    with job_directory("ww-async-") as directory, ExitStack() as running:
+        run(arguments, directory, running)
 
 
 if __name__ == "__main__":

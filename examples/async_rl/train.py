@@ -84,8 +84,11 @@ class Controller:
 
     def _replace(self, done: Any) -> None:
         """Another task takes the place of one that became too stale, or was lost with its worker."""
-        if isinstance(done.exception(), StaleRollout | PeerLost):
+        error = done.exception()
+        if isinstance(error, StaleRollout | PeerLost):
             self.submit(1)
+        elif error is not None:
+            print(f"a task failed, and is not replaced: {error}", file=sys.stderr, flush=True)
 
 
 def train(arguments: argparse.Namespace, running: ExitStack) -> None:

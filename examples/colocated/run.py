@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
-from server import Server, running_server
+from server import DemoError, Server, job_directory, running_server
 
 from inference_plugin.wire.errors import EngineUnsupported
 from weightwire import ModuleAdapter, SyncManager
@@ -76,7 +75,10 @@ def train(server: Server, arguments: argparse.Namespace) -> None:
                 manager.update(source, version)
             print(json.dumps({"version": version, "while training": stands}), flush=True)
         after = server.complete(PROMPTS, max_tokens=ANSWER_TOKENS)
-        print(json.dumps({"verified": manager.verify(source).ok, "answers": len(after)}))
+        verified = manager.verify(source).ok
+        print(json.dumps({"verified": verified, "answers": len(after)}), flush=True)
+        if not verified:
+            raise DemoError("the engine does not hold the trainer's weights")
 
 
 def main() -> None:
@@ -87,10 +89,10 @@ def main() -> None:
     parser.add_argument("--level", type=int, choices=[1, 2], default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ww-colocated-") as directory:
-        os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
-        environment = {"WEIGHTWIRE_RUNTIME_DIR": directory}
-        with running_server(arguments.engine, arguments.model, Path(directory) / "engine.log", environment) as server:
+    with job_directory("ww-colocated-") as directory:
+        environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+        os.environ |= environment
+        with running_server(arguments.engine, arguments.model, directory / "engine.log", environment) as server:
             train(server, arguments)
 
 

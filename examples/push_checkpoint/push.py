@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,7 +25,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from inference_plugin.cli.checkpoints import Checkpoint
+from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from weightwire import LocalSlice, ModuleAdapter, SyncManager, WeightSource
@@ -64,8 +63,8 @@ def main() -> int:
         "--verify", action="store_true", help="compare the live parameters with the checkpoint afterwards"
     )
     arguments = parser.parse_args()
-    rules = {"*": getattr(torch, arguments.dtype)} if arguments.dtype else None
-    source = ModuleAdapter(Checkpoint(arguments.checkpoint), dtype_rules=rules)
+    dtype = dtype_named(arguments.dtype)
+    source = ModuleAdapter(Checkpoint(arguments.checkpoint), dtype_rules={"*": dtype} if dtype else None)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

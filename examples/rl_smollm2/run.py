@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,13 +26,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from picture import draw_training
 from rich.console import Console
 from rich.markup import escape
-from server import DemoError, Server, own_process, running_server, tail
+from server import TORCHRUN, DemoError, Server, end_by_signals, own_process, running_server, tail
 from task import CAPITALS, OTHER_COUNTRIES, prompt_ids
 from transformers import AutoTokenizer
 
@@ -44,8 +42,6 @@ WITHOUT = {"WEIGHTWIRE_DISABLE": "1"}
 COMPARED_TOKENS = 32
 VISITOR_PAUSE_S = 0.5
 SHOWN_ANSWERS = 4
-TORCHRUN = "torch/distributed/elastic"
-"""In a log, what follows this is torchrun's own account of a failure; the cause stands before."""
 HEADER = (
     "step  reward                right  tokens  draw   learn  update = agree + stage + seal + commit  stopped  served"
 )
@@ -68,9 +64,10 @@ class Visitor:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
-        self._thread.join()
+        if kind is None:  # else the engine is stopped next, whether or not it still answers
+            self._thread.join()
 
     def _ask(self) -> None:
         while not self._leaving.wait(VISITOR_PAUSE_S):
@@ -93,11 +90,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="FSDP2 ranks")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="for logs and the final checkpoint")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupted)
+    end_by_signals()
     try:
         return demo(args)
     except DemoError as error:
         console.print(f"[bold red]failed[/]: {escape(str(error))}")
+    except OSError as error:  # the engine does not answer, or the disk is full
+        console.print(f"[bold red]failed[/]: {escape(f'{type(error).__name__}: {error}')}; logs: {_shown(args.out)}")
     except KeyboardInterrupt:
         console.print("[bold red]interrupted[/]; everything that was started is stopped")
     return 1
@@ -142,7 +141,11 @@ def demo(args: argparse.Namespace) -> int:
     requests = f"{visitor.served} other requests served meanwhile, {len(visitor.failures)} failed"
     of = f"of {len(countries)} prompts"
     results = [
-        check(not visitor.failures, f"{requests}, slowest {visitor.slowest_s:.1f} s", visitor.failures[:3]),
+        check(
+            visitor.served > 0 and not visitor.failures,
+            f"{requests}, slowest {visitor.slowest_s:.1f} s",
+            visitor.failures[:3],
+        ),
         check(same == list(countries), f"greedy tokens equal a fresh engine's: {len(same)} {of}"),
         check(bool(changed), f"and differ from the untrained model's: {len(changed)} {of}"),
         check(verified, "every tensor in the engine has the digest of the trainer's"),
@@ -283,10 +286,6 @@ def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
-
-
-def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""A vLLM or SGLang server as a subprocess, and the little of its HTTP API that the demo needs."""
+"""A vLLM or SGLang server as a subprocess, and the little of its HTTP API that the examples need."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +29,8 @@ SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venvs" / "sglang" / "bin
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 15.0
+TORCHRUN = "torch/distributed/elastic"
+"""In a log, what follows this is torchrun's own account of a failure; the cause stands before."""
 
 
 class DemoError(RuntimeError):
@@ -41,6 +45,40 @@ def served_dtype(engine: str) -> str:
     as likely, that decides which one is the most likely.
     """
     return "float32" if engine == "sglang" else DTYPE
+
+
+def end_by_signals() -> None:
+    """From now on SIGTERM, and the SIGHUP of a terminal that is closed, end this program as Ctrl-C does: what it started has
+    sessions of its own, and would go on."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def job_directory(prefix: str) -> Iterator[Path]:
+    """A directory for the sockets and logs of a program. If the program fails, the directory stays and is named: the logs say
+    why. Ctrl-C and the signals of `end_by_signals` end the program with status 1."""
+    end_by_signals()
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    failed = True
+    try:
+        yield directory
+        failed = False
+    except DemoError as error:
+        sys.exit(f"failed: {error}")
+    except KeyboardInterrupt:
+        failed = False
+        sys.exit("interrupted; everything that was started is stopped")
+    finally:
+        if failed:
+            print(f"logs: {directory}", file=sys.stderr)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +160,8 @@ def running_server(
     ``environment`` is added to this process's own, ``arguments`` to the server's.
     Raises :class:`DemoError` when the server does not start.
     """
+    if not (model / "config.json").is_file():
+        raise DemoError(f"there is no model in {model}; `make model` makes one")
     port = _free_port()
     command, settings = (_sglang if engine == "sglang" else _vllm)(model, port)
     with own_process([*command, *arguments], log, {**settings, **environment}) as process:
