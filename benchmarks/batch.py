@@ -46,7 +46,7 @@ from benchmarks.batches.data import CONSUMERS, KEYS, OWNERS, Case, Times, expect
 from benchmarks.batches.latency import measure_latency
 from benchmarks.batches.ray_ways import queue_way, ray_way
 from benchmarks.batches.sockets import socket_way
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, end_by_signals
 
 OURS, BUILT = "weightwire", "weightwire, built in place"
 SETTLE_S = 0.5
@@ -91,6 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.samples % 256 or arguments.samples < 256:
         parser.error("--samples: give a multiple of 256")
+    end_by_signals()
     sizes = arguments.rows_per_put or [1, *GROUPS, arguments.samples // 4]
     cases = [Case(arguments.samples, size) for size in sizes]
     rows: list[Row] = []

@@ -62,12 +62,10 @@ def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, sa
                 say(f"  {way}: after it the engine does not compute with what the trainer sent")
                 inexact.add(way)
         say(f"  tp={case['tp']} {case['layout']}: run {run} of {runs}{' (warm-up)' if not run else ''}")
-    rows = [
+    return [
         row(case | {"way": way, "install": install, "bytes": weights.nbytes, "exact": way not in inexact}, samples)
         for (way, install), samples in taken.items()
     ]
-    add_digest_cost(rows, trainer.ask("digest_cost")["result"])
-    return rows
 
 
 def ours(trainer: Remote, transport: str, install: str) -> Sample:
@@ -115,14 +113,6 @@ def row(head: Row, samples: list[Sample]) -> Row:
         else:
             made[name] = min(values) if name == "best_seconds" else statistics.median(values)
     return made
-
-
-def add_digest_cost(rows: list[Row], write_s: float) -> None:
-    """Adds the cost of digests to rows of `shm` and `zone`: what they add to the writing, and all of the workers' checking."""
-    for each in rows:
-        if each["way"] in ("weightwire shm", ZONE):
-            each["digest_s"] = write_s + each["verify_s"]
-            each["digest_share"] = each["digest_s"] / each["seconds"]
 
 
 def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:

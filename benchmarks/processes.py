@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,14 @@ from typing import Any
 import zmq
 
 ROOT = Path(__file__).parent.parent
+
+
+def end_by_signals() -> None:
+    """From now on SIGTERM, and the SIGHUP of a terminal that is closed, end this program as Ctrl-C does: each `Process` has a
+    session of its own, and would go on."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
 
 
 class Process:
@@ -37,12 +46,16 @@ class Process:
             raise SystemExit(f"{what} failed; the end of its log:\n{self.log.read_text()[-3000:]}")
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
+        """Politely, then by force; also where the process itself has ended, and what it started has not."""
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
+        finally:  # also when somebody presses Ctrl-C a second time
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Remote(Process):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import time
 from typing import Any
 
@@ -18,9 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import gather
 from benchmarks.engines.registry import SENDERS
-from inference_plugin.transports import shm
-from inference_plugin.transports.base import Delivery
-from inference_plugin.wire.copying import copy_rows
 from trainer_adapters import FSDPAdapter, SyncManager
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -104,26 +99,6 @@ class Trainer:
             "held_bytes": report.held_bytes,
         }
 
-    def digest_cost(self) -> float:
-        """What digests add to writing this rank's slices into shared memory, in seconds: with, minus without, medians."""
-        manifest = self.source.manifest()
-        sender = shm.ShmSender()
-        segment = sender.allocate(manifest, frozenset())
-        ways = (shm.copy_rows_and_digest, copy_rows_only)
-        taken_s: dict[Any, list[float]] = {way: [] for way in ways}
-        for run in range(6):
-            for way, seconds in taken_s.items():
-                shm.copy_rows_and_digest = way
-                dist.barrier()
-                started_s = time.perf_counter()
-                sender.write(Delivery("", "", 0, manifest, segment, self.source.slices(), [], math.inf))
-                if run:
-                    seconds.append(time.perf_counter() - started_s)
-        shm.copy_rows_and_digest, _ = ways
-        sender.close()
-        with_digests, without = taken_s.values()
-        return statistics.median(with_digests) - statistics.median(without)
-
     def verify(self) -> bool:
         """Whether the engine holds what this trainer holds, however it got there."""
         return next(iter(self.managers.values())).verify(self.source).ok
@@ -161,12 +136,6 @@ class Trainer:
             os.sched_setaffinity(0, own)
         dist.barrier()
         return taken_s[8:]
-
-
-def copy_rows_only(target: Any, start: int, stride: int, source: Any, rows: int, row_bytes: int) -> int:
-    """In place of `copy_rows_and_digest`, to see what digests cost."""
-    copy_rows(target, start, stride, source, 0, row_bytes, rows, row_bytes, True)
-    return 0
 
 
 def load(path: str) -> Any:

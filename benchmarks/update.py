@@ -9,11 +9,9 @@ measured; and their pictures (benchmarks/plots.py).
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +21,7 @@ from benchmarks.engines.registry import ENGINES
 from benchmarks.measure import Row, measure, measure_decoding
 from benchmarks.model import make_model
 from benchmarks.plots import draw_all
-from benchmarks.processes import ROOT, Remote, start_trainer
+from benchmarks.processes import ROOT, Remote, end_by_signals, start_trainer
 from benchmarks.reload import measure_reloads, show_reloads, write_reloads
 from benchmarks.report import merge, show
 from benchmarks.timeline import measure_timeline
@@ -53,7 +51,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     kind = ENGINES[arguments.engine]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the engines and trainers with it
+    end_by_signals()
     if arguments.models is not None:
         if kind.name != "vllm":
             parser.error("--models measures vLLM: leave ENGINE out")
@@ -107,14 +105,13 @@ def processes(
         scratch = Path(directory)
         environment = {"WEIGHTWIRE_RUNTIME_DIR": directory, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         environment |= {"WEIGHTWIRE_PROFILE_DIR": traces} if traces else {}
-        engine = kind(model, tp, layout, scratch, environment)
-        trainer = start_trainer(model, kind.name, scratch, environment)
-        try:
+        with ExitStack() as running:  # each is stopped, also where stopping another one is interrupted
+            engine = kind(model, tp, layout, scratch, environment)
+            running.callback(engine.stop)
+            trainer = start_trainer(model, kind.name, scratch, environment)
+            running.callback(trainer.stop)
             engine.connect(trainer)
             yield engine, trainer
-        finally:
-            trainer.stop()
-            engine.stop()
 
 
 if __name__ == "__main__":

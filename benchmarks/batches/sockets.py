@@ -48,6 +48,9 @@ class SocketWay:
             )
             for peer in PEERS
         ]
+
+    def start(self) -> None:
+        """Returns when all processes are there."""
         for _ in PEERS:
             self._receive(b"ready")
 
@@ -126,6 +129,7 @@ class SocketWay:
 def socket_way(way: str, scratch: Path) -> Iterator[SocketWay]:
     made = SocketWay(way, scratch)
     try:
+        made.start()
         yield made
     finally:
         made.close()
