@@ -154,6 +154,19 @@ def test_a_commit_waits_for_whom_the_policy_says_and_commits_those_that_are_read
     assert played.asked(Commit) == (list(ready) if commits else [])
 
 
+def test_what_no_rank_of_a_replica_reads_refuses_the_update_by_name_and_what_one_rank_reads_does_not() -> None:
+    *others, last = OPENED.needs
+    part, rest = (msgspec.structs.replace(OPENED, needs=needs) for needs in (tuple(others), (last,)))
+    played = Played("a", "b", workers=2)
+    played.say("a", part, 0)
+    played.say("a", rest, 1)
+    assert played.states()["a"] == "open" and played.machine.error is None
+    played.say("b", part, 0)
+    played.say("b", part, 1)
+    assert isinstance(played.machine.error, ManifestMismatch)
+    assert "no place for: norm.weight (1 in all)" in played.machine.error.message
+
+
 def test_a_replica_that_is_slow_to_open_the_group_leaves_the_others_their_time() -> None:
     played = Played("ready", "slow")
     assert played.machine.wakes_at_s == TIMEOUT_S, "alone, it has all of it"
