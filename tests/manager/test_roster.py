@@ -146,6 +146,16 @@ def test_one_whose_weights_somebody_else_wrote_is_behind_and_left_to_the_next_up
     assert house.states() == {"a": "current"}, "it is another group's"
 
 
+def test_one_whose_card_says_that_it_is_torn_is_of_no_version() -> None:
+    """By somebody else's update: this manager's own was committed."""
+    house = House("a")
+    house.update(1, "a")
+    house.cards["a"] = msgspec.structs.replace(house.cards["a"], state="torn", detail="an update failed half way")
+    house.look()
+    (status,) = house.machine.statuses()
+    assert (status.state, status.version, status.reason) == ("torn", None, "an update failed half way")
+
+
 def test_one_that_an_update_lost_is_back_when_it_is_heard_of_and_knows_what_it_served() -> None:
     house = House("a", "b")
     house.update(1, "a", "b")

@@ -1,4 +1,4 @@
-"""A commit step by step: how it treats requests in flight, and what comes first when it tears."""
+"""A commit step by step: how it treats requests in flight, by what the ranks say of it, and one that comes again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.engines.actions import Publish, Refuse
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
 from inference_plugin.engines.operations import RankReply
 from inference_plugin.engines.standing import Standing
-from inference_plugin.wire.errors import CommitFailed
 from inference_plugin.wire.messages import Committed, InFlight, RankCommit
 
 
@@ -36,26 +34,6 @@ def test_where_an_update_may_change_how_cached_keys_are_read_requests_that_would
     assert install.operation.name == "install"
     finish: Any = steps.send([RankReply("", rank) for rank in range(2)])
     assert finish.in_flight == followed
-
-
-@pytest.mark.parametrize("fails_in", ["undo", "finish"])
-def test_a_commit_that_tears_refuses_before_the_card_and_the_ranks_are_told(fails_in: str) -> None:
-    steps = commit_on_all_ranks(CommitPlan("n", "policy", "t", 1, "keep", "keep"), Standing(), lambda: 0.0, 0.0)
-    well, failed = RankReply("", 0), RankReply("", 0, error=CommitFailed(f"{fails_in} failed").info())
-    next(steps)
-    steps.send([well])  # the check
-    steps.send(False)  # the stop
-    steps.send(None)  # its span
-    if fails_in == "undo":
-        steps.send([failed])  # the installation
-        refuse = steps.send([failed])
-    else:
-        steps.send([well])
-        refuse = steps.send([failed])
-    assert refuse == Refuse(f"group 'policy': {fails_in} failed")
-    assert steps.send(None) == Publish()
-    tear: Any = steps.send(None)
-    assert tear.operation.name == "tear"
 
 
 def test_a_transaction_that_all_ranks_have_committed_is_answered_and_nothing_is_stopped_or_written() -> None:

@@ -320,6 +320,10 @@ def test_late_commands_are_answered_once_and_the_engine_is_not_stopped_for_them(
     assert one.waiting is not None
     one.on(Performed(one.waiting.command, one.waiting.action, True))  # the requests ended all the same
     assert one.kinds() == [] and one.machine.wakes_at_s() == float("inf")
+    one.ask("c", Commit("policy", "u", 2, timeout_s=1))
+    one.now_s = 4.0  # nothing said so before the engine's thread came
+    one.boundary()
+    assert error_of(one.answered["c"]).kind == "SyncTimeout" and one.kinds() == []
 
 
 def paused(tags: frozenset[MemoryTag] = frozenset(), level: int = 0) -> Simulated:
