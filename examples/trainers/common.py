@@ -27,10 +27,13 @@ def begin(about: str | None, **sizes: int) -> argparse.Namespace:
     parser.add_argument("--export", type=Path, help="write the trained model there")
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it is started by torchrun, as above")
     if torch.cuda.is_available():  # first: what follows, NCCL among it, takes the current device for this rank's own
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return parser.parse_args()
+    return arguments
 
 
 def leave() -> None:
