@@ -110,7 +110,7 @@ def eventually(look: Callable[[], T], *, timeout_s: float = 300.0, what: str = "
 
 @contextlib.contextmanager
 def session_directory() -> Iterator[Path]:
-    """A runtime directory with a path short enough for sockets; at the end nothing may be left in it but reports."""
+    """A runtime directory with a path short enough for sockets, removed at the end. `Engine.leftovers`: what is left."""
     path = Path(tempfile.mkdtemp(prefix="ww-", dir="/tmp"))
     try:
         yield path
