@@ -341,10 +341,10 @@ def killed(path: Path, model: Any, count: int) -> list[Row]:
     try:
         for turn, child in enumerate(children):
             assert child.stdin is not None and child.stdout is not None
-            child.stdout.readline()
+            assert child.stdout.readline() == "ready\n", "a trainer ended before it was killed"
             child.stdin.write("go\n")
             child.stdin.flush()
-            child.stdout.readline()
+            assert child.stdout.readline() == "updated\n", "a trainer ended before it was killed"
             time.sleep(0.037 * turn)
             child.kill()
             child.wait()
