@@ -313,9 +313,10 @@ def test_a_group_that_could_not_be_undone_is_torn_until_a_full_update(worker: Wo
     group = worker.table.named("policy")
     group.check_sealed("t2", 2)
     worker.installer.fail["undo"] = RuntimeError("no way back")
-    with pytest.raises(TornReplica, match="half; the way back failed: RuntimeError: no way back"):
+    said = "half; the way back failed: RuntimeError: no way back"
+    with pytest.raises(TornReplica, match=said):
         group.undo("half")
-    assert (worker.status().state, worker.status().detail) == ("torn", "half; the way back failed: RuntimeError: no way back")
+    assert (worker.status().state, worker.status().detail) == ("torn", said)
     # Torn stays torn through whatever isn't a commit, and even the version it had may be sent to heal it.
     served.begin("t3", 1)
     served.abort("t3")
