@@ -161,7 +161,8 @@ def _undo(plan: CommitPlan, standing: Standing, failed: WeightwireError) -> Step
         raise CommitFailed(f"{where}; undone on all ranks") from failed
     yield from _tear(plan, standing, _words(torn))
     hint = torn.hint if isinstance(torn, PeerLost) else ""
-    why = torn.message.removeprefix(f"{failed.message}; the way back failed: ")  # a rank's words begin with the first failure
+    first = f"{failed.message}; the way back failed: "  # so a rank's own words begin
+    why = torn.message.removeprefix(first)
     raise TornReplica(f"{where}; and the way back failed: {why}", hint=hint)
 
 
