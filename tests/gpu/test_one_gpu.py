@@ -1,8 +1,8 @@
 """What only a GPU shows: streams, page-locked memory, captured graphs. `make test-gpu` runs this file on one GPU.
 
 Without a GPU it is skipped. `WEIGHTWIRE_TEST_DEVICE=cpu` runs it in the host's memory, all but what needs streams, so that it is
-known to be in order before there is a GPU. `WEIGHTWIRE_TEST_DEVICE=far:0` runs it in memory that the host can't touch
-(`tests/support/far_memory.py`), all but what needs streams, NCCL or CUDA's shared memory.
+known to be in order before there is a GPU. `test_far_memory.py` runs it in memory that the host can't touch, all but what needs
+streams, NCCL or CUDA's shared memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import bytes_view
 from tests.install.installing import segment_of
+from tests.support import far_memory
 from tests.support.managers import SyncManager
 from tests.support.models import make_qwen3
 from tests.support.plain_engine import (
@@ -48,8 +49,8 @@ from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built
 from tests.transports.cases import any_bits
 from trainer_adapters import FSDPAdapter, LocalSlice, ModuleAdapter
 
-if os.environ.get("WEIGHTWIRE_TEST_DEVICE", "").startswith("far"):
-    import tests.support.far_memory
+if library := os.environ.get(far_memory.VARIABLE):
+    far_memory.register(library)
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
 CYCLES = 200_000_000
 """About a tenth of a second of a GPU: an update that does not wait for it reads what was there before."""
@@ -317,7 +318,7 @@ def test_a_captured_graph_computes_with_the_new_weights() -> None:
 
 def taken_bytes() -> int:
     if DEVICE.type == "far":
-        return tests.support.far_memory.taken_bytes()
+        return far_memory.taken_bytes()
     return torch.cuda.memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
 
 

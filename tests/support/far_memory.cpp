@@ -262,6 +262,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_has_compatible_shallow_copy_type", may_hold_data_of);
 }
 
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  // For a call that changes a tensor of the host, and reads some that lie here.
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+}
+
 TORCH_LIBRARY(far, library) {
   library.def("is_in_use() -> bool", [] { return in_use.load(); });
   library.def("allocated_bytes() -> int", [] { return allocated.load(); });

@@ -1,21 +1,23 @@
 """A device `far` whose memory the host can't touch: a pointer to it that anything but torch follows ends the process.
 
-Importing this module builds it and makes it torch's accelerator in this process, for as long as the process lives. So nothing
-else in the process may have one. It has no queues; for the order of work there is `tests/support/devices.py`.
+`register` makes it torch's accelerator in this process, for as long as the process lives: no other one may be there. It has no
+queues; for the order of work there is `tests/support/devices.py`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sysconfig
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["taken_bytes"]
+__all__ = ["VARIABLE", "build", "register", "taken_bytes"]
+
+VARIABLE = "WEIGHTWIRE_TEST_FAR"
+"""In the environment of a process that has this device: where `build` has put it."""
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 TOTAL_BYTES = 8 << 30
@@ -42,7 +44,8 @@ class _Stream:
     def wait_event(self, _: _Event) -> None: ...
 
 
-def _build(target: Path) -> None:
+def build(target: Path) -> None:
+    """Compiles the device, which takes ten seconds, into a shared library."""
     torch_at = Path(torch.__file__).parent
     headers = [torch_at / "include", torch_at / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = ("-lc10", "-ltorch_cpu", "-ltorch")
@@ -50,11 +53,8 @@ def _build(target: Path) -> None:
     subprocess.run([*command, "-o", str(target), f"-L{torch_at}/lib", *libraries], check=True)
 
 
-def _register() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        library = Path(directory) / "far_memory.so"
-        _build(library)
-        torch.ops.load_library(library)
+def register(library: str) -> None:
+    torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("far")
     module: Any = types.ModuleType("torch.far")
     module.Event, module.Stream = _Event, _Stream
@@ -67,6 +67,3 @@ def _register() -> None:
     module.mem_get_info = lambda *_: (TOTAL_BYTES - taken_bytes(), TOTAL_BYTES)
     module.get_device_properties = lambda *_: types.SimpleNamespace(uuid="far")
     torch._register_device_module("far", module)
-
-
-_register()

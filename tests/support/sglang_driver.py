@@ -14,7 +14,15 @@ import traceback
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.support import engine_driver, held_grammars, poison, sglang_host_cache, sglang_pool, sglang_speculation
+from tests.support import (
+    engine_driver,
+    far_memory,
+    held_grammars,
+    poison,
+    sglang_host_cache,
+    sglang_pool,
+    sglang_speculation,
+)
 
 PASS_S = 0.005
 
@@ -48,6 +56,11 @@ if asked := os.environ.get(sglang_speculation.VARIABLE):
 
 if took_s := os.environ.get(sglang_host_cache.VARIABLE):
     sglang_host_cache.give(float(took_s))
+
+if library := os.environ.get(far_memory.VARIABLE):
+    from tests.support import far_weights
+
+    far_weights.give_sglang(library)
 
 poison.spread_if_asked()  # in the schedulers as well, which are spawned from this module
 

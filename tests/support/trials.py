@@ -79,6 +79,8 @@ class House:
     """A process with one engine at a time; a new one where the last was killed by its engine."""
 
     runtime: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the engines' environment."""
     fresh: dict[tuple[Any, ...], Said] = field(default_factory=dict)
     driver: Driver | None = None
     key: tuple[Any, ...] = ()
@@ -92,7 +94,7 @@ class House:
         self.key, self.serves, self.version = (), None, 0
         if self.driver is None or self.driver.process is None or self.driver.process.poll() is not None:
             self.close()
-            self.driver = Driver(self.runtime, in_process=True).__enter__()
+            self.driver = Driver(self.runtime, in_process=True, **self.variables).__enter__()
         else:
             self.driver.call("close")
         self.driver.open(checkpoint, plain=plain, **kwargs)

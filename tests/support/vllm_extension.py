@@ -30,7 +30,7 @@ import vllm.model_executor.layers.utils as layer_utils
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
+from tests.support import async_scheduling, far_memory, far_weights, poison, reference_kernels, vllm_cpu_experts
 from tests.support.memory_pool import MemoryPool
 from tests.support.reachable import reachable, reachable_tensors
 from tests.support.rig import eventually
@@ -69,6 +69,8 @@ with contextlib.suppress(ImportError):  # older versions
     if not hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 LRUCacheWorkerLoRAManager._load_adapter = inspect.unwrap(WorkerLoRAManager._load_adapter)
+if library := os.environ.get(far_memory.VARIABLE):
+    far_weights.give_vllm(library)
 poison.spread_if_asked()
 reference_kernels.fill_in()
 with contextlib.suppress(ImportError):  # older versions
