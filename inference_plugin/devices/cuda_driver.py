@@ -91,9 +91,13 @@ class CudaDriver:
                 "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS
             )
         array = DeviceArray(address.value, nbytes, lambda: None)
-        end = weakref.finalize(array, self._call_on, device, "cuIpcCloseMemHandle", address.value)
+        end = weakref.finalize(array, self._unmap, device, address.value, os.getpid())
         end.atexit = False  # the process takes its mappings with it
         return SharedMemory(self._as_tensor(array, device), handle, end)
+
+    def _unmap(self, device: int, address: int, pid: int) -> None:
+        if os.getpid() == pid:  # not in a child that was forked
+            self._call_on(device, "cuIpcCloseMemHandle", address)
 
     def copy(self, device: int, stream: int, copies: Iterable[ByteCopy]) -> None:
         """Queues copies within the device's memory. Raises `TransportUnavailable`."""

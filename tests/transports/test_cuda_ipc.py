@@ -413,6 +413,37 @@ def test_a_write_after_the_end_fails_in_the_trainer() -> None:
     assert done.stdout == f"written\n{-signal.SIGSEGV} True\n", done
 
 
+FORK_WHILE_MAPPED = """
+import ctypes, os
+from tests.support.shared_host import UUID, SharedHost
+theirs, ours = os.pipe()
+go, gone = os.pipe()
+if (owner := os.fork()) == 0:
+    shared = SharedHost().share(64, lambda free: free())
+    shared.tensor.fill_(7)
+    os.write(ours, shared.handle)
+    os.read(go, 1)
+    os._exit(0)
+mapped = SharedHost().attach(os.read(theirs, 64), 64, UUID)
+address = mapped.tensor.data_ptr()
+if os.fork() == 0:  # a data loader's process
+    del mapped
+    print(ctypes.string_at(address, 2), flush=True)
+    os._exit(0)
+_, status = os.wait()
+print(os.waitstatus_to_exitcode(status), mapped.tensor[:2].tolist())
+os.write(gone, b"x")
+os.waitpid(owner, 0)
+"""
+
+
+def test_a_forked_child_closes_no_mapping_of_its_parent() -> None:
+    """There the driver answers every call with an error, for each mapping that the child's garbage collector finds."""
+    command = [sys.executable, "-c", FORK_WHILE_MAPPED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert done.stdout == "b'\\x07\\x07'\n0 [7, 7]\n", done
+
+
 def test_slices_may_change_once_they_were_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """As sources do that use one buffer for all: the copies and the digests are of what it held."""
     late = LateDevice()
