@@ -393,6 +393,14 @@ def refuse_a_model_without_adapters() -> Result:
     return refused(lambda: MergedLoRAAdapter(tiny_qwen3()))
 
 
+def refuse_an_adapter_for_a_part_of_a_layer() -> Result:
+    """PEFT makes B for the rows of one rank where transformers' own tensor parallelism gathers a layer's output."""
+    model = adapted(tiny_qwen3(tied=False), target_modules=["lm_head"])
+    factor = model.get_base_model().lm_head.lora_B["default"]
+    factor.weight = nn.Parameter(factor.weight[:125])
+    return refused(lambda: list(MergedLoRAAdapter(model).slices()))
+
+
 def refuse_fsdp1() -> Result:
     model = FullyShardedDataParallel(adapted(tiny_qwen3()), use_orig_params=True, device_id=torch.device("cpu"))
     return refused(lambda: MergedLoRAAdapter(model))
@@ -462,6 +470,7 @@ CASES = [
     refuse_other_adapters_than_lora,
     unsharded_in_a_part_of_the_world,
     refuse_a_model_without_adapters,
+    refuse_an_adapter_for_a_part_of_a_layer,
     refuse_fsdp1,
     refuse_a_typo_in_rename,
     refuse_another_rank_of_the_adapter_on_one_trainer_rank,

@@ -174,6 +174,11 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
             "ManifestMismatch",
             ["q_proj has an adapter with a bias", "no bias of its own"],
         ),
+        (
+            "refuse_an_adapter_for_a_part_of_a_layer",
+            "ManifestMismatch",
+            ["lm_head has a weight [251, 36] and an adapter for [125, 36]", "don't target it"],
+        ),
         ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
         ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
         ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),

@@ -226,7 +226,21 @@ def _problem_of(layer: Any, active: Sequence[str], *, alone: bool) -> str:
     weight = getattr(base, getattr(layer, "parameter_name", "weight"))
     if active and not alone and weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return f"adapts a weight of {weight.dtype}: quantised weights have no rule here"
+    for a, b in () if quantised else [_factors_of(layer, adapter) for adapter in active]:
+        size = shape_of(b)[0], shape_of(a)[-1]
+        if sorted(size) != sorted(shape_of(weight)[-2:]):
+            return (
+                f"has a weight {list(shape_of(weight))} and an adapter for {list(size)}, which no layer of this size takes: PEFT "
+                "makes such for a layer that tensor parallelism divides and gathers (lm_head); don't target it"
+            )
     return ""
+
+
+def _factors_of(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of an adapter."""
+    if adapter in layer.lora_embedding_A:
+        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
 
 
 def _has(layer: Any, adapter: str) -> bool:
