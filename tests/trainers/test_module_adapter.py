@@ -703,6 +703,18 @@ def test_a_large_tensor_is_cut_so_that_ranks_send_about_the_same() -> None:
     assert max(sent) - min(sent) <= 2 * 9000 * 4
 
 
+@pytest.mark.parametrize("layers", [12, 28])
+def test_ranks_compare_some_of_each_kind_of_matrix(layers: int) -> None:
+    """Of 28 layers with seven matrices, every seventh matrix is one kind: experts that only one rank has would not be seen."""
+    kinds = {"q": 4, "k": 2, "v": 2, "o": 4, "gate": 9, "up": 9, "down": 9}
+    model = {f"layers.{i}.{kind}.weight": torch.ones(rows, 4) for i in range(layers) for kind, rows in kinds.items()}
+    for rank in range(2):
+        source = ModuleAdapter(model, rank=rank, world_size=2)
+        names = [source.manifest().tensors[piece.box.tensor].name for piece in source.kept_equal()]
+        assert {name.split(".")[2] for name in names} == set(kinds)
+        assert len(names) <= 16
+
+
 def test_small_tensors_stay_whole() -> None:
     model = {f"t{i}": torch.full((100, 3), float(i)) for i in range(9)}
     sources = [ModuleAdapter(model, rank=rank, world_size=4) for rank in range(4)]

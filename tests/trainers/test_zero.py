@@ -161,3 +161,19 @@ def test_other_adapters_refuse_partitions_and_name_the_right_one(ranks: Ranks) -
     for seen in of(ranks, "refuse_another_adapter"):
         assert seen["error"] == "ArgumentError" and "use DeepSpeedAdapter" in seen["text"]
         refused(seen["before"], "use DeepSpeedAdapter")
+
+
+def test_experts_that_other_ranks_have_others_of_are_refused_and_an_export_under_their_own_names_works(
+    ranks: Ranks,
+) -> None:
+    """DeepSpeed's MoE with an `ep_size` above 1. With 1, every rank has all experts."""
+    _, values, _ = written(of(ranks, "experts_on_every_rank"))
+    assert_is_gold(values, ranks["experts_on_every_rank"][0]["gold"], {})
+    seen = of(ranks, "refuse_experts_of_one_rank")
+    for rank in seen:
+        for found in rank["refused"].values():
+            refused(found, "deepspeed_experts.1.bias is an expert's under expert parallelism", "let ExportAdapter send")
+    _, values, _ = written(seen)
+    for expert in range(4):
+        weight = values[f"1.deepspeed_moe.experts.deepspeed_experts.{expert}.weight"]
+        assert weight.unique().tolist() == [expert]

@@ -236,6 +236,45 @@ def refuse_other_partitions() -> Result:
     return seen
 
 
+def experts_of_each_rank(ep_size: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A mixture of four experts under ZeRO-2, with `4 // ep_size` of them on each rank, and its tensors by their own names."""
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as of_moe
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(16, 16), MoE(16, nn.Linear(16, 16), num_experts=4, ep_size=ep_size))
+    optimizer = torch.optim.AdamW(of_moe({"params": list(model.parameters()), "name": "all"}), lr=1e-2)  # type: ignore[arg-type]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    first = dist.get_rank() * 4 // ep_size if ep_size > 1 else 0
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in model.named_parameters():
+        before, experts, number = name.partition("deepspeed_experts.")
+        if experts:
+            local, _, rest = number.partition(".")
+            name = f"{before}{experts}{first + int(local)}.{rest}"
+            with torch.no_grad():
+                tensor.fill_(first + int(local))
+        own[name] = tensor
+    return engine, own
+
+
+def experts_on_every_rank() -> Result:
+    engine, own = experts_of_each_rank(1)
+    return observe(source_for(engine), {name: tensor.detach().clone() for name, tensor in own.items()})
+
+
+def refuse_experts_of_one_rank() -> Result:
+    engine, own = experts_of_each_rank(2)
+    seen = {kind.__name__: refused(kind(engine).manifest) for kind in (ModuleAdapter, DeepSpeedAdapter)}
+    return {"refused": seen, **observe(ExportAdapter(lambda: own.items()))}
+
+
 def refuse_another_adapter() -> Result:
     engine, before = shared()
     return {**refused(lambda: ModuleAdapter(engine)), "before": refused(before.manifest)}
@@ -255,6 +294,8 @@ CASES: list[Callable[[], Result]] = [
     refuse_what_is_not_in_memory,
     refuse_quantised,
     refuse_other_partitions,
+    experts_on_every_rank,
+    refuse_experts_of_one_rank,
     refuse_another_adapter,
 ]
 

@@ -223,7 +223,7 @@ def divide(
                 continue
             shares = share_boxes(manifest, boxes, place, len(senders))
             found = sent if sender == rank else equal if sender == next_one else left
-            for position, part in (some_of(shares) if found is equal else shares).items():
+            for position, part in (some_of(manifest, shares) if found is equal else shares).items():
                 if boxes[position] in mine:
                     found.append(SendAssignment(mine[boxes[position]], part))
     by_box = attrgetter("box")

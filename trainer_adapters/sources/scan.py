@@ -40,6 +40,7 @@ from trainer_adapters.sources.plan import (
     planned_slices,
 )
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
+from trainer_adapters.sources.sharded import is_one_of_several_experts
 from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
 from trainer_adapters.sources.streams import Stream, module_ties
 
@@ -49,6 +50,11 @@ __all__ = ["LocalShards", "Runs", "ScanOptions", "ScannedSource"]
 MOST_READINGS = 2
 """Tensors of different shapes that may begin in the same memory: a head may be the first rows of the embedding. More of them lie
 in a buffer that was filled for one after the other."""
+
+SEVERAL_EXPERTS = (
+    "is an expert's under expert parallelism, and other ranks have other experts under this name: let ExportAdapter send each "
+    "rank's under their own names"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +211,7 @@ class ScannedSource(WeightSource):
         """Inspects one item of the stream. Never raises: an item that can't be sent has a `problem`."""
         if not isinstance(thing, torch.Tensor) or is_lazy(thing):
             return Inspection((), torch.uint8, problem=f"is a {type(thing).__name__}, which has no values")
-        problem = why_not_plain(thing)
+        problem = why_not_plain(thing) or (SEVERAL_EXPERTS if is_one_of_several_experts(thing) else "")
         return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else memory_of(thing))
 
     def _mark(self, thing: Any) -> Hashable:
@@ -249,7 +255,7 @@ class ScannedSource(WeightSource):
             all_boxes = [one.box for _, one in entries]
             boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
             others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
-            equal = some_of(others)
+            equal = some_of(plan.manifest, others)
             equal = equal if self._in_memory else beginnings(plan.manifest, equal)
             for shares, found in ((boxes, sent), (equal, kept_equal)):
                 for i, box in shares.items():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "class_before_sharding", "has_lora_layers", "has_partitions", "is_deepspeed_engine", "is_dtensor", "is_fsdp_alone",
-    "is_fully_sharded", "is_partitioned", "is_wrapped_by_fsdp1", "refuse_fsdp", "refuse_lora_layers", "shape_of",
+    "is_fully_sharded", "is_one_of_several_experts", "is_partitioned", "is_wrapped_by_fsdp1", "refuse_fsdp",
+    "refuse_lora_layers", "shape_of",
 ]  # fmt: skip
 
 
@@ -69,6 +70,12 @@ def is_deepspeed_engine(module: object) -> bool:
 def is_partitioned(value: object) -> bool:
     """Whether it is a parameter that DeepSpeed's ZeRO-3 has partitioned: the tensor itself is empty or, for a while, gathered."""
     return hasattr(value, "ds_tensor")
+
+
+def is_one_of_several_experts(value: object) -> bool:
+    """Whether it is an expert's parameter under the expert parallelism of DeepSpeed or Megatron, whose ranks have different
+    experts under one name. Under DeepSpeed's `ep_size_1` all have all."""
+    return getattr(value, "allreduce", True) is False and getattr(value, "group_name", "") != "ep_size_1"
 
 
 def has_partitions(model: torch.nn.Module) -> bool:

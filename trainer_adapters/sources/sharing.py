@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.geometry import Box
@@ -10,11 +12,14 @@ from inference_plugin.wire.manifest import Manifest
 
 __all__ = ["MIN_CUT_BYTES", "beginnings", "share_boxes", "some_of"]
 
+Item = TypeVar("Item")
+
 MIN_CUT_BYTES = 1 << 20
 """Smaller boxes are never divided between ranks that hold the same copy."""
 
-COMPARED = 16
-"""Number of boxes that are compared with another rank's copy, among those that training keeps equal."""
+COMPARED, KINDS = 16, 64
+"""Number of boxes that are compared with another rank's copy, among those that training keeps equal: about so many, and at least
+one of each kind, of so many kinds at most."""
 
 KEPT = 4
 """The same where their values are copied because tensors are made one by one."""
@@ -40,20 +45,31 @@ def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size:
     return shares
 
 
-def some_of(shares: dict[int, Box]) -> dict[int, Box]:
-    """Up to `COMPARED` of the boxes that another rank sends, spread evenly over all boxes of two or more dimensions. Others may
-    differ between ranks without an error: statistics that each rank keeps of its own batches."""
-    matrices = [(position, box) for position, box in shares.items() if len(box.sizes) > 1]
-    step = -(-len(matrices) // COMPARED) or 1
-    return dict(matrices[step // 2 :: step])
+def some_of(manifest: Manifest, shares: dict[int, Box]) -> dict[int, Box]:
+    """A few of the boxes that another rank sends, of two or more dimensions: of each kind of tensor, which is its name without
+    numbers, some that are spread evenly over the layers. So experts are among them, and what tensor parallelism divides, of which
+    ranks may hold different parts under one name. Boxes of one dimension may differ between ranks without an error: statistics
+    that each rank keeps of its own batches."""
+    kinds: dict[str, list[int]] = {}
+    for position, box in shares.items():
+        if len(box.sizes) > 1:
+            kinds.setdefault(re.sub(r"\d+", "", manifest.tensors[box.tensor].name), []).append(position)
+    some = _spread(list(kinds.values()), KINDS)
+    each = max(1, COMPARED // max(1, len(some)))
+    return {position: shares[position] for kind in some for position in _spread(kind, each)}
 
 
 def beginnings(manifest: Manifest, shares: dict[int, Box]) -> dict[int, Box]:
     """Of a few of these boxes the first piece, which is a piece that its sender sends: what a rank can keep a copy of, to compare
     it, after the tensor itself is gone."""
-    step = -(-len(shares) // KEPT) or 1
-    some = list(shares.items())[step // 2 :: step]
+    some = _spread(list(shares.items()), KEPT)
     return {position: manifest.split(box, PIECE_BYTES)[0].box for position, box in some}
+
+
+def _spread(items: list[Item], most: int) -> list[Item]:
+    """At most so many of the items, evenly spread."""
+    step = -(-len(items) // most) or 1
+    return items[step // 2 :: step]
 
 
 def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:

@@ -48,8 +48,8 @@ class DeepSpeedAdapter(ScannedSource):
 
     Raises `ArgumentError` (a TypeError) for a model that FSDP shards or PEFT adapts. `manifest()` raises `ManifestMismatch`,
     which names them, for parameters that are gathered at the moment and may be changing, offloaded to NVMe, quantised
-    (`zero_quantized_nontrainable_weights`), or divided in another way than ZeRO-3's (MiCS), and if parameters are partitioned
-    over different sets of ranks (DeepSpeed's expert parallelism).
+    (`zero_quantized_nontrainable_weights`), or divided in another way than ZeRO-3's (MiCS), for the experts of a `MoE` with an
+    `ep_size` above 1, and if parameters are partitioned over different sets of ranks.
     """
 
     def __init__(

@@ -102,7 +102,8 @@ def _write(context: RankContext, go: Go, source: WeightSource, manifest: Manifes
         raise ManifestMismatch(
             f"the trainer's ranks hold different weights, and each would send a part of its own weights: {mixed}",
             hint="data-parallel ranks must hold one model: broadcast it from one rank (DistributedDataParallel does), or send "
-            "one rank's with ModuleAdapter(model, only_rank_0=True), or by an export that yields nothing on the others; with "
+            "one rank's with ModuleAdapter(model, only_rank_0=True), or by an export that yields nothing on the others; what a "
+            "rank has of its own (its experts, its part of a layer) goes by ExportAdapter, under its own names or whole; with "
             "Megatron's overlap_param_gather call start_param_sync(force_sync=True) first",
             side="trainer",
         )
