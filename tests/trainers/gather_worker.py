@@ -228,6 +228,14 @@ class Faulty(ModuleAdapter):
             yield item
 
 
+def stages_as_modules() -> Result:
+    """Layers of a pipeline, under their numbers in the model, on two of the ranks each."""
+    stage = nn.Linear(3, 2 + dist.get_rank() // 2)
+    tensors = {f"layers.{dist.get_rank() // 2}.{name}": one for name, one in stage.named_parameters()}
+    seen = refused(lambda: [None for _ in gathered(ModuleAdapter(tensors))])
+    return {**seen, "as hinted": [list(one.shape) for _, one in gathered(ExportAdapter(tensors.items))]}
+
+
 def fails(fault: str) -> Callable[[], Result]:
     def case() -> Result:
         source = Faulty(fault)
@@ -322,6 +330,7 @@ CASES = [
     a_rank_fails_before_its_adapter,
     gathering_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
+    stages_as_modules,
     no_memory,
     no_bucket,
     memory_of_gathering,

@@ -1,12 +1,17 @@
-"""On which device trainer ranks hand each other bytes: one that their process group has a backend for."""
+"""On which device trainer ranks hand each other bytes: one that their process group has a backend for. And what they say of each
+other's models."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from inference_plugin.wire.manifest import Manifest, TensorSpec
+from trainer_adapters.sources.differing import another_model, packed
 from trainer_adapters.sources.exchange import exchange_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -41,3 +46,26 @@ def test_bytes_are_exchanged_where_the_group_has_a_backend(
         assert exchange_device(None, near) == expected
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "how"),
+    [
+        (
+            (("a", "float32", (3,)), ("b", "int8", (2,))),
+            r"a is float32 \[2\] on rank 0 and float32 \[3\] on rank 5 \(1 in all\)",
+        ),
+        ((("b", "int8", (2,)), ("a", "float32", (2,))), "another order: tensor 0 is a on rank 0 and b on rank 5"),
+        ((("b", "int8", (2,)),), r"only rank 0 has a, head \(2 in all\)"),
+    ],
+)
+def test_another_rank_is_told_how_its_model_differs(
+    theirs: tuple[tuple[str, str, tuple[int, ...]], ...], how: str
+) -> None:
+    def manifest(*specs: tuple[str, str, tuple[int, ...]]) -> Manifest:
+        names = [name for name, _, _ in specs]
+        return Manifest(tuple(TensorSpec(*spec) for spec in specs), {"head": "a"} if "a" in names else {})
+
+    mine = manifest(("a", "float32", (2,)), ("b", "int8", (2,)))
+    error = another_model(mine, 5, packed(manifest(*theirs)))
+    assert re.search(rf"trainer rank 5 has another model than rank 0 \({how}\)", error.message)

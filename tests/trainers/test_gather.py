@@ -107,7 +107,7 @@ def test_a_rank_without_memory_is_the_same_error_on_all_and_the_next_time_works(
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("another model", "rank 1 has another model than rank 0"),
+        ("another model", "rank 1 has another model than rank 0 (only rank 1 has more (1 in all))"),
         ("claims too little", "written by nobody: t"),
         ("skips", ""),
     ],
@@ -116,6 +116,17 @@ def test_ranks_that_disagree_are_an_error_on_all_and_the_next_time_works(ranks: 
     seen = of(ranks, case)
     assert all(rank["error"] and text in rank["text"] for rank in seen), seen
     assert [rank["next"] for rank in seen] == [15] * 4
+
+
+def test_ranks_with_a_stage_each_are_told_which_tensors_differ_and_what_takes_them(ranks: Ranks) -> None:
+    for rank in of(ranks, "stages_as_modules"):
+        assert (
+            "trainer rank 2 has another model than rank 0 (only rank 0 has layers.0.weight, layers.0.bias"
+            in rank["text"]
+        )
+        assert "only rank 2 has layers.1.weight, layers.1.bias" in rank["text"]
+        assert "ExportAdapter(model.named_parameters)" in rank["text"]
+        assert rank["as hinted"] == [[2, 3], [2], [3, 3], [3]]
 
 
 def test_a_bucket_without_bytes_is_refused_before_anything_is_sent(ranks: Ranks) -> None:

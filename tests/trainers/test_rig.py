@@ -22,7 +22,10 @@ FAULTS = {
     "skips a parameter": ("ManifestMismatch", "written by nobody"),
     "pending sums": ("ManifestMismatch", "sums are pending, redistribute it"),
     "a meta tensor": ("ManifestMismatch", "extra is on the meta device"),
-    "another model": ("ManifestMismatch", "trainer rank 1 has another model than rank 0"),
+    "another model": (
+        "ManifestMismatch",
+        "trainer rank 1 has another model than rank 0 (only rank 1 has extra (1 in all))",
+    ),
 }
 OF_MODELS = {"pending sums", "a meta tensor", "another model"}
 """An export has none of these: its manifest is made when its adapter is."""

@@ -34,6 +34,7 @@ from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.tensors import narrowed, torch_dtype
 from inference_plugin.wire.tracing import span
 from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.differing import another_model, packed, unpacked
 from trainer_adapters.sources.exchange import exchange_bytes, exchange_device, in_buckets
 
 __all__ = ["gathered"]
@@ -140,16 +141,12 @@ def _agree(
     heard = [decode_as(one, _RankClaims) for one in exchange_bytes(msgspec.msgpack.encode(told), group)]
     if failure is not None:
         raise failure
-    for rank, other in enumerate(heard):
+    for other in heard:
         if other.error is not None:
             raise WeightwireError.of(other.error)
-        if other.fingerprint != heard[0].fingerprint:
-            raise ManifestMismatch(
-                f"trainer rank {rank} has another model than rank 0 (names, shapes, dtypes, order or ties)",
-                hint="build the same model and the same adapter on every rank",
-                side="trainer",
-                rank=rank,
-            )
+    if differ := [rank for rank, other in enumerate(heard) if other.fingerprint != heard[0].fingerprint]:
+        models = exchange_bytes(packed(manifest), group)
+        raise another_model(unpacked(models[0]), differ[0], models[differ[0]])
     owned = [(box, f"rank {rank}") for rank, other in enumerate(heard) for box in other.claims]
     check_exact_cover(manifest, owned)
     return manifest, [other.claims for other in heard], heard[0].bucket_bytes, scratch

@@ -33,7 +33,13 @@ class Claims:
 
     def __init__(self) -> None:
         self._agreed: dict[int, tuple[str, tuple[Box, ...]]] = {}
+        self._alike = ""
         self._updates = 0
+
+    def is_new(self, manifest: Manifest) -> bool:
+        """On ranks above 0: whether rank 0 may not know this manifest. It counts as unknown from then until they agree."""
+        known, self._alike = self._alike, ""
+        return known != manifest.fingerprint
 
     def news(
         self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None
@@ -46,7 +52,8 @@ class Claims:
         return (None, True) if same else (claims, False)
 
     def agree(self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None) -> None:
-        """Rank 0 has heard a rank's claims."""
+        """Rank 0 has heard a rank's claims, and the ranks have one manifest."""
+        self._alike = manifest.fingerprint
         if claims is None:
             self._agreed.pop(rank, None)
         else:

@@ -18,6 +18,7 @@ from inference_plugin.wire.messages import Ready
 from inference_plugin.wire.tracing import call_it, span
 from trainer_adapters.events import phase_begins
 from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.sources.differing import packed
 from trainer_adapters.update.rank_context import RankContext
 
 __all__ = ["follow"]
@@ -31,6 +32,7 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
     manifest: Manifest | None = None
     claims: tuple[Box, ...] | None = None
     news: tuple[tuple[Box, ...] | None, bool] = None, False
+    model = b""
     error: WeightwireError | None = None
     try:
         phase_begins(name, context.settings.group, version, "agree", ranks.rank)
@@ -38,6 +40,7 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
             manifest = context.scan(source)
             claims = source.claims()
             news = context.claims.news(ranks.rank, manifest, claims)
+            model = packed(manifest) if context.claims.is_new(manifest) else b""
     except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
         error = WeightwireError.wrap(raised).at(side="trainer", rank=ranks.rank)
     except BaseException:  # the caller ends this call; rank 0 must not wait for this rank
@@ -51,6 +54,7 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
         error.info() if error else None,
         *news,
         secret=ranks.secret,
+        model=model,
     )
     try:
         with span("agree"):

@@ -25,6 +25,7 @@ from trainer_adapters.fleet.machine_io import RetainedVersion
 from trainer_adapters.fleet.session import ReplicaSession
 from trainer_adapters.settings import Quorum
 from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.sources.differing import another_model
 from trainer_adapters.update.agreement import what_differs
 from trainer_adapters.update.rank_context import RankContext
 from trainer_adapters.update.transaction import Transaction, segment_id
@@ -70,11 +71,7 @@ def gather_ready(context: RankContext, source: WeightSource, manifest: Manifest)
     readies = context.ranks.gather_ready()
     for ready in readies:
         if ready.fingerprint != manifest.fingerprint:
-            raise ManifestMismatch(
-                f"trainer rank {ready.rank} has another model than rank 0 (names, shapes, dtypes, order or ties)",
-                hint="build the same model and the same adapter on every rank",
-                rank=ready.rank,
-            )
+            raise another_model(manifest, ready.rank, ready.model)
     context.claims.check(manifest, source.claims(), readies)
 
 

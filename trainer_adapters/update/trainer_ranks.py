@@ -153,7 +153,7 @@ class TrainerRanks:
         assert self._to_manager is not None
         self.is_awaited = False
         try:
-            self._to_manager.send(msgspec.structs.replace(ready, error=None, claims=None, given_up=True))
+            self._to_manager.send(msgspec.structs.replace(ready, error=None, claims=None, model=b"", given_up=True))
         except WeightwireError as error:
             logger.info("weightwire: rank 0 can't be told that this rank gave %s up: %s", ready.operation, error)
 

@@ -33,7 +33,8 @@ __all__ = ["Go", "GoTransport", "Outcome", "Ready", "Target", "Wrote"]
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """A trainer rank entered an operation (an update, a verification) and waits for `Go`, or failed before it began.
 
-    `count`: how many operations the rank has entered. `claims`: the boxes that it is going to write; None if it can't tell, or
+    `count`: how many operations the rank has entered. `model`: its manifest, compressed, unless the ranks agreed on it before;
+    rank 0 reads it if it differs from its own. `claims`: the boxes that it is going to write; None if it can't tell, or
     with `same_claims` if they are those of its last operation. `secret`: what rank 0 gave to its ranks. `given_up`: the rank
     left the operation and waits for no answer.
     """
@@ -47,6 +48,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     same_claims: bool = False
     secret: Annotated[str, msgspec.Meta(max_length=64)] = ""
     given_up: bool = False
+    model: Annotated[bytes, msgspec.Meta(max_length=1 << 26)] = b""
 
 
 class Target(msgspec.Struct, frozen=True):
