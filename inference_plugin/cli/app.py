@@ -11,6 +11,7 @@ from inference_plugin import __version__
 from inference_plugin.cli.output import ended_by, stop
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import coordinator_channel, worker_channel
+from inference_plugin.net.processes import has_ended, parent_of
 from inference_plugin.wire.config import misspelt_variables
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
@@ -22,7 +23,7 @@ except ImportError as error:
         f"the weightwire command needs more packages ({error}): pip install '.[cli]' in a checkout of weightwire"
     ) from None
 
-__all__ = ["Seconds", "app", "as_json_option", "asked", "job_option"]
+__all__ = ["Seconds", "app", "as_json_option", "asked", "is_orphaned", "job_option"]
 
 COMMANDS = {
     "status": "status",
@@ -126,10 +127,18 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
     if card.state == "torn":
         problems.append(f"torn: {card.detail}")
     state: str = card.state
-    if addresses.is_orphaned(card):
+    if is_orphaned(card):
         state = f"orphaned ({card.state})"
         problems.append(
             f"orphaned: process {card.parent_pid}, which started this engine, has ended, so no client reaches it; "
             f"end process {card.pid}"
         )
     return {"card": card, "workers": workers, "state": state, "problems": problems}
+
+
+def is_orphaned(card: ReplicaCard) -> bool:
+    """Whether the process that started this engine, such as its API server, has ended while the engine goes on. False for a
+    replica of another host or pid namespace."""
+    if card.boot_id != addresses.boot_id() or card.parent_pid in (0, card.pid) or has_ended(card.pid, card.start_ticks):
+        return False
+    return parent_of(card.pid) != card.parent_pid

@@ -80,7 +80,11 @@ def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[st
         problems += addresses.unreadable_cards()
         problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
         facts["starting"] = addresses.starting(job)
+        if not replicas:
+            told = "this job has replicas in {}: set WEIGHTWIRE_RUNTIME_DIR to it"
+            problems += [told.format(root) for root in addresses.elsewhere(job)]
         addresses.check_writable(job)
+        addresses.ipc_address(addresses.new_replica_id("registry"), "r", job)
     except WeightwireError as error:
         problems.append(str(error))
         return []

@@ -39,6 +39,8 @@ def status(job: str | None, as_json: bool) -> None:
         problem(f"runs without the plug-in: {text}")
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
+        for root in addresses.elsewhere(job):
+            line(f"this job has replicas in {root}: set WEIGHTWIRE_RUNTIME_DIR to it")
         if others := addresses.other_jobs(job):
             line(f"replicas of other jobs run here: {', '.join(others)}; --job NAME shows them")
         line("an engine appears once it has imported its modules; `weightwire doctor` looks for problems")

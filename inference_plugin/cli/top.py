@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from inference_plugin.cli.app import Seconds, as_json_option, job_option
+from inference_plugin.cli.app import Seconds, as_json_option, is_orphaned, job_option
 from inference_plugin.cli.output import print_json, terminal
 from inference_plugin.net import addresses
 from inference_plugin.net.records import last_reports, record_of
@@ -60,7 +60,7 @@ def _look(job: str | None) -> dict[str, Any]:
     replicas = []
     for card in cards:
         about = {"replica": card.replica, "engine": f"{card.engine} {card.engine_version}", "state": card.state}
-        if addresses.is_orphaned(card):
+        if is_orphaned(card):
             about["state"] = f"orphaned ({card.state})"
         groups = [
             {

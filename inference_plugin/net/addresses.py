@@ -28,13 +28,13 @@ import msgspec
 
 from inference_plugin.net.held import hold, is_held
 from inference_plugin.net.listening import is_abandoned, lacks_room, listens_on, make_private
-from inference_plugin.net.processes import ancestors_of, has_ended, parent_of, start_ticks
+from inference_plugin.net.processes import ancestors_of, has_ended, start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
-    "boot_id", "check_writable", "checked_job", "discover", "here", "ipc_address", "is_orphaned", "is_published", "job_name",
+    "boot_id", "check_writable", "checked_job", "discover", "elsewhere", "here", "ipc_address", "is_published", "job_name",
     "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "note_problem",
     "note_start", "problems", "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir",
     "stale_replicas", "starting", "write_card",
@@ -119,14 +119,14 @@ def new_replica_id(engine: str) -> str:
     return f"{engine}-{os.getpid()}-{start_ticks()}-{secrets.token_hex(6)}"
 
 
-def ipc_address(replica: str, endpoint: str) -> str:
+def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
     """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` if the path is too long to bind."""
     try:
-        directory = runtime_dir()
+        directory = runtime_dir(job)
     except ConfigError as error:
         if not lacks_room(error):
             raise
-        directory = _job_path()  # whoever listens there waits for room, or says that there is none
+        directory = _job_path(job)  # whoever listens there waits for room, or says that there is none
     path = str(directory / f"{replica}.{endpoint}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise AuthError(
@@ -289,27 +289,31 @@ def looked(job: str | None = None) -> str:
         told.append(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
     told += [f"starting: {text}" for text in starting(job)]
     told += [f"without the plug-in: {text}" for text in problems(job)]
+    told += [f"this job has replicas in {root}: set WEIGHTWIRE_RUNTIME_DIR to it" for root in elsewhere(job)]
     if others := other_jobs(job):
         told.append(f"replicas of other jobs run here: {', '.join(map(repr, others))}")
     return "; ".join(told)
 
 
-def is_orphaned(card: ReplicaCard) -> bool:
-    """Whether the process that started this engine, such as its API server, has ended while the engine goes on. False for a
-    replica of another host or pid namespace."""
-    if card.boot_id != boot_id() or card.parent_pid in (0, card.pid) or has_ended(card.pid, card.start_ticks):
-        return False
-    return parent_of(card.pid) != card.parent_pid
-
-
 def other_jobs(job: str | None = None) -> list[str]:
     """The jobs beside this one that have living replicas in the same place: one name may be a misspelt other."""
+    return sorted(_living_jobs(_job_path().parent) - {job or job_name()})
+
+
+def elsewhere(job: str | None = None) -> list[str]:
+    """Other default runtime directories with living replicas of the job: a shell and a service may differ in XDG_RUNTIME_DIR."""
+    own, mine, uid = _job_path().parent, job or job_name(), os.getuid()
+    roots = (Path(f"/tmp/weightwire-{uid}"), Path(f"/run/user/{uid}/weightwire"))
+    return [str(root) for root in roots if root != own and mine in _living_jobs(root)]
+
+
+def _living_jobs(root: Path) -> set[str]:
     found = set()
-    for path in _job_path().parent.glob("*/*.card"):
+    for path in root.glob("*/*.card"):
         with contextlib.suppress(ProtocolError, OSError):
             card = decode_as(path.read_bytes(), ReplicaCard)
             found |= set() if _is_stale(card) else {card.job}
-    return sorted(found - {job or job_name()})
+    return found
 
 
 @functools.cache
@@ -368,7 +372,7 @@ def _owner(path: Path) -> tuple[int, int] | None:
 
 def _job_path(job: str | None = None) -> Path:
     if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
-        root = Path(base)
+        root = Path(base).absolute()
     elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
         root = Path(xdg) / "weightwire"
     else:

@@ -406,6 +406,12 @@ def test_doctor_tells_of_a_key_addresses_and_a_card_that_nobody_can_use(director
     assert code == 1 and "can be reached from outside this host without authentication" in doctor["problems"][-1]
 
 
+def test_doctor_tells_of_a_runtime_directory_too_long_for_sockets(directory: Path) -> None:
+    code, doctor = run("doctor", WEIGHTWIRE_RUNTIME_DIR=str(directory / ("long" * 25)))
+    (problem,) = doctor["problems"]
+    assert code == 1 and "too long for a socket" in problem and "set WEIGHTWIRE_RUNTIME_DIR to a shorter" in problem
+
+
 def test_config_shows_where_each_value_comes_from_and_refuses_what_cannot_be_meant(directory: Path) -> None:
     code, document = run("config", WEIGHTWIRE_LEASE_S="5", WEIGHTWIRE_BUCKET_BYTES="64MiB")
     values = {row["setting"]: (row["value"], row["from"]) for row in document["settings"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import socket
 import stat
 import threading
@@ -98,6 +99,30 @@ def test_another_jobs_replicas_are_never_seen(directory: Path, monkeypatch: pyte
     addresses.write_card(card("theirs"))
     assert [c.replica for c in addresses.discover()] == ["theirs"]
     assert [c.replica for c in addresses.discover("default")] == ["mine"]
+
+
+def test_replicas_of_the_job_under_another_default_directory_are_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses.write_card(card("mine"))
+    uid = 1_000_000_000 + os.getpid()
+    root = Path(f"/tmp/weightwire-{uid}")
+    shutil.copytree(directory / "default", root / "default")
+    try:
+        monkeypatch.setattr(os, "getuid", lambda: uid)
+        assert addresses.elsewhere() == [str(root)] and addresses.elsewhere("other") == []
+        monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(root))
+        assert addresses.elsewhere() == []
+    finally:
+        shutil.rmtree(root)
+
+
+def test_a_relative_runtime_directory_is_shown_as_an_absolute_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", "here")
+    assert addresses.runtime_dir() == directory / "here" / "default"
 
 
 def test_the_directory_is_closed_to_others_even_if_it_was_open(directory: Path) -> None:
