@@ -250,8 +250,9 @@ def test_where_only_other_jobs_have_replicas_it_names_these_jobs(start: Start, m
     with SyncManager(timeout_s=60) as manager:
         with pytest.raises(PeerLost, match=r"job 'misspelt' runs; .*; replicas of other jobs run here: 'default'"):
             manager.update(source(1), 1)
-        with pytest.raises(SyncTimeout, match=r"0 of 1 .*; replicas of other jobs run here: 'default'"):
+        with pytest.raises(SyncTimeout, match=r"0 of 1 .*; replicas of other jobs run here: 'default'") as raised:
             manager.wait_for_replicas(1, timeout_s=0.1)
+        assert "says in its log why" in raised.value.hint
 
 
 def test_an_engine_of_another_model_ends_the_update_for_all_unless_the_manager_leaves_it_out(start: Start) -> None:

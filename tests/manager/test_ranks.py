@@ -214,7 +214,9 @@ def test_a_rank_that_gave_up_before_rank_0_came_is_not_waited_for(
         V[3],
     ]
     ranks = trainer(2, steps)
-    assert ranks.step(1, 1)["error"] == "SyncTimeout"
+    early = ranks.step(1, 1)
+    assert early["error"] == "SyncTimeout" and early["rank"] == 0, early
+    assert "rank 0 did not answer in time: it has not called 'update'" in early["text"], early
     ranks.let("rank 0 comes")
     alone = ranks.step(0, 3)
     assert alone["error"] in ("SyncTimeout", "VersionConflict") and alone["rank"] == 1, alone

@@ -93,6 +93,8 @@ class Registry(Service):
                 raise SyncTimeout(
                     f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s; "
                     f"{addresses.looked()}",
+                    hint="`weightwire status` shows this host's replicas; an engine that can't register says in its log why: "
+                    "another key, another registry; wait longer if it still starts",
                     side="manager",
                     phase="discover",
                 )

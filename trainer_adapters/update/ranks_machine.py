@@ -19,7 +19,7 @@ from inference_plugin.wire.messages import Failed, Go, Outcome, Ready, Wrote
 from trainer_adapters.update.turns import Turns
 
 __all__ = [
-    "EnterOperation", "FailAll", "Gather", "Gone", "RanksMachine", "Reply", "Said", "SendGo", "SendOutcome", "Tick",
+    "EnterOperation", "FailAll", "Gather", "Gone", "HINT", "RanksMachine", "Reply", "Said", "SendGo", "SendOutcome", "Tick",
 ]  # fmt: skip
 
 HINT = (

@@ -30,6 +30,7 @@ from inference_plugin.wire.messages import Body, Failed, Go, Outcome, Ready, Wro
 from trainer_adapters.settings import Settings
 from trainer_adapters.sources.exchange import meet
 from trainer_adapters.update.ranks_machine import (
+    HINT,
     EnterOperation,
     Event,
     FailAll,
@@ -171,8 +172,15 @@ class TrainerRanks:
         self._to_manager.send(body)
         try:
             answer = self._to_manager.receive(kind, timeout_s=deadline_s + ANSWER_S - time.monotonic())
-        except WeightwireError:
+        except WeightwireError as error:
             self.is_awaited = self._to_manager.is_open  # if not, the error is rank 0's answer
+            if self.is_awaited and isinstance(body, Ready) and isinstance(error, SyncTimeout):
+                raise SyncTimeout(
+                    f"trainer rank 0 did not answer in time: it has not called {body.operation.partition(':')[0]!r}, or it hangs",
+                    hint=HINT,
+                    side="trainer",
+                    rank=0,
+                ) from error
             raise
         self.is_awaited = isinstance(answer, Go)
         return answer
