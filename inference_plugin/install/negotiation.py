@@ -165,7 +165,7 @@ class _Negotiation:
                 raise ManifestMismatch(
                     f"the engine's model can't take: {self._listed(wrong)}",
                     hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
-                    "trainer's adapter; else compare names and shapes with the engine's model; nothing was changed",
+                    "trainer's adapter; else compare shapes and names (see rename=) with the engine's; nothing was changed",
                     phase="open",
                 )
             return
@@ -330,7 +330,7 @@ class _Negotiation:
         if missing:
             raise ManifestMismatch(
                 f"no tensor of the manifest fills these parameters: {first_few(missing)}{self._reshaped()}",
-                hint="send the whole model, or make the group a part of it with partial=True",
+                hint="send all of the model that this engine serves; partial=True if the group is meant to be a part of it",
                 phase="open",
             )
         unwritten = layout.unwritten_buffers()
