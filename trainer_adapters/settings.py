@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import Config, misspelt_variables
 from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.groups import ADAPTER_PREFIX
 from inference_plugin.wire.messages import InFlight, InstallPolicy, ReplicaCard
 from inference_plugin.wire.messages.common import GROUP_NAME
 
@@ -110,7 +111,9 @@ class Settings:
             )
         if name in SWITCHES and not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r} is neither True nor False", hint=SWITCHES[name])
-        if name == "group" and not (isinstance(value, str) and re.fullmatch(GROUP_NAME, value)):
+        if name == "group" and not (
+            isinstance(value, str) and re.fullmatch(GROUP_NAME, value) and value != ADAPTER_PREFIX
+        ):
             raise ConfigError(
                 f"group={value!r} is no name of a group: it has 1 to 64 letters, digits, '.', '_' and '-', and begins with a "
                 "letter or digit",

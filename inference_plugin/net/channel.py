@@ -121,7 +121,7 @@ class Channel(Closing):
             if time.monotonic() >= self._resend_at_s:
                 self._transmit("the repeated request")
             if time.monotonic() >= deadline_s:
-                raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
+                raise SyncTimeout(f"no reply from {self.address} within {round(timeout_s, 3):g} s", **self.where)
 
     @property
     def sources(self) -> list[Any]:

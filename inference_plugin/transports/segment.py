@@ -126,7 +126,10 @@ class SharedSegment:
             status = os.fstat(fd)
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if status.st_ino != address.inode or status.st_size != address.nbytes or not seals & fcntl.F_SEAL_SHRINK:
-                raise TransportUnavailable(f"shm: {path} is not the segment that was announced")
+                raise TransportUnavailable(
+                    f"shm: {path} is not the segment that was announced",
+                    hint="its owner has freed it since: send again; if another SyncManager updates this group too, let one do it",
+                )
             return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable, private=private)
         except (OSError, ValueError, RuntimeError) as error:
             os.close(fd)

@@ -248,7 +248,7 @@ def test_a_misspelt_variable_is_warned_of_once(
     assert len(said) == 1 and "did you mean WEIGHTWIRE_TIMEOUT_S?" in said[0]
 
 
-@pytest.mark.parametrize("group", ["my policy", "a/b", "", "../up", "x" * 65, 3])
+@pytest.mark.parametrize("group", ["my policy", "a/b", "", "../up", "x" * 65, 3, "lora."])
 def test_a_group_name_that_cannot_be_one_is_refused_by_name(group: Any) -> None:
     with pytest.raises(ConfigError, match="group") as raised:
         SyncManager(group)

@@ -419,7 +419,8 @@ def refused(address: SegmentAddress, match: str) -> TransportUnavailable:
 def test_an_address_with_another_size_or_inode_is_refused(segment: SharedSegment) -> None:
     good = segment.address
     for bad in ({"nbytes": 4096}, {"nbytes": 0}, {"nbytes": 1 << 40}, {"inode": good.inode + 1}):
-        refused(msgspec.structs.replace(good, **bad), "is not the segment that was announced")
+        error = refused(msgspec.structs.replace(good, **bad), "is not the segment that was announced")
+        assert "another SyncManager" in error.hint
 
 
 def test_a_file_a_pipe_or_a_socket_in_its_place_is_refused_at_once(segment: SharedSegment, tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def test_a_peer_that_answers_with_a_timeout_has_answered(peer: Peer) -> None:
 
 def test_a_timeout_names_the_address_the_time_and_the_side(peer: Peer) -> None:
     asking = Channel(peer.address, side="worker", replica="r", rank=1, phase="seal")
-    with asking, pytest.raises(SyncTimeout, match=r"no reply from ipc://.*/peer within 0\.05 s") as raised:
-        asking.request(Describe(), Done, timeout_s=0.05)
+    with asking, pytest.raises(SyncTimeout, match=r"no reply from ipc://.*/peer within 0\.051 s") as raised:
+        asking.request(Describe(), Done, timeout_s=0.0512345)
     error = raised.value
     assert (error.side, error.replica, error.rank, error.phase) == ("worker", "r", 1, "seal")
     assert "which replicas answer" in error.hint

@@ -219,5 +219,8 @@ def ask_all(
                 take(channel, answer)
     for channel, place in places.items():
         if place not in answers:
-            take(channel, SyncTimeout(f"no reply from {channel.address} within {timeout_s:g} s", **channel.where))
+            take(
+                channel,
+                SyncTimeout(f"no reply from {channel.address} within {round(timeout_s, 3):g} s", **channel.where),
+            )
     return [answers[place] for place in range(len(asks))]
