@@ -259,10 +259,8 @@ class LiveLayout:
                 yield live
 
     def swap(self, second: StandbyWeights) -> StandbyWeights:
-        """Engine's thread: replaces the live set by a second set; returns the replaced set."""
-        replaced = second.swap(self._post.live_modules, in_place=self._model.fixed_addresses)
-        self._references.reset()
-        return replaced
+        """Engine's thread: replaces the live set by a second set; returns the replaced set. `CommitFailed`: it is as it was."""
+        return second.swap(self._post.live_modules, in_place=self._model.fixed_addresses)
 
     # --- rebuilt modules ---------------------------------------------------------------------------------------------
 

@@ -329,13 +329,19 @@ class StandbyInstaller(PolicyInstaller):
         prepared.check_current()
         self._layout.keep_gaps(prepared)
         self._way_back.touched = True
-        self._way_back.replaced = self._layout.swap(prepared)
+        try:
+            self._way_back.replaced = self._layout.swap(prepared)
+        except CommitFailed:
+            self._way_back.touched = False
+            raise
+        self._layout.reset_references()
 
     def _put_back(self, previous: torch.Tensor | None) -> None:
         replaced, self._way_back.replaced = self._way_back.replaced, None
         if replaced is None:
             raise TornReplica("the swap stopped half-way", phase="commit")
         self._keep(self._layout.swap(replaced))
+        self._layout.reset_references()
 
     def _keep(self, weights: StandbyWeights) -> StandbyWeights:
         self._spare = StandbyWeights(weights.tensors, weights.data, [])

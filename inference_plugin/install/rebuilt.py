@@ -19,7 +19,7 @@ from inference_plugin.install.stand_in import ABSENT
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported
 
-__all__ = ["RebuiltModule", "operands", "rebuild"]
+__all__ = ["RebuiltModule", "before_writing", "operands", "rebuild"]
 
 
 @dataclass
@@ -44,15 +44,15 @@ class RebuiltModule:
         `in_place`: addresses of parameters, and of tensors in attributes, must stay; so an object with an entry in `inner` stays,
         and the tensors inside it are overwritten. Other objects are replaced all the same, and may point to the tensors that they
         were made from (oneDNN's matrix products do, to scales): those tensors live as long as the objects, even if only their
-        values were written into the live module. Raises `CommitFailed` if a shape or dtype makes that impossible.
+        values were written into the live module. Raises `CommitFailed`, and nothing has changed, if a shape or dtype makes that
+        impossible, or for want of memory.
         """
         old = RebuiltModule(self.module, inner=self.inner, constant=self.constant, copied=in_place)
-        objects: list[Any] = []
+        replaced: dict[Path, Any] = {}
+        moved: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         written = list(self.values)
         for path, value in self.attributes.items():
-            *way, name = path
-            node = child_at(live, tuple(way))
-            present = getattr(node, str(name), None)
+            present = getattr(child_at(live, path[:-1]), str(path[-1]), None)
             if in_place and isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
                 written.append((present, _fitting(words(self.module, path), present, value)))
             elif path in self.inner and (in_place or path in self.constant):
@@ -60,8 +60,7 @@ class RebuiltModule:
                     held, made = child_at(present, inside), child_at(value, inside)
                     written.append((held, _fitting(words(self.module, (*path, *inside)), held, made)))
             else:
-                old.attributes[path] = _set(node, str(name), value)
-                objects.append(value)
+                replaced[path] = value
         for name, tensor in self.tensors.items():
             holder = live._parameters if name in live._parameters else live._buffers
             parameter = holder[name]
@@ -71,12 +70,27 @@ class RebuiltModule:
             if in_place or (holder is live._buffers and alike):
                 written.append((parameter, _fitting(f"{self.module}.{name}", parameter, tensor)))
             else:
-                old.tensors[name] = parameter.data
-                parameter.data = tensor
-        old.values = _overwrite(written)
+                moved.append((name, parameter, tensor))
+        # A tensor that several objects hold is written once.
+        once = list({id(held): (held, value) for held, value in reversed(written)}.values())
+        old.values = [(held, before_writing(held.detach())) for held, _ in once]
+        for path, value in replaced.items():
+            old.attributes[path] = _set(child_at(live, path[:-1]), str(path[-1]), value)
+        for name, parameter, tensor in moved:
+            old.tensors[name], parameter.data = parameter.data, tensor
+        for held, value in once:
+            _distinct(held).copy_(_distinct(value, like=held))
         if written and not self.copied:
-            _outlive(objects, [value for _, value in written])
+            _outlive(list(replaced.values()), [value for _, value in written])
         return old
+
+
+def before_writing(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a live tensor that is about to be overwritten. Raises `CommitFailed` where there is no memory for it."""
+    try:
+        return tensor.clone()
+    except RuntimeError as error:
+        raise CommitFailed(f"no memory for the values that were there: {error}", phase="commit") from error
 
 
 def operands(post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
@@ -164,15 +178,6 @@ def _fitting(name: str, held: torch.Tensor, tensor: torch.Tensor) -> torch.Tenso
             phase="commit",
         )
     return tensor
-
-
-def _overwrite(written: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Writes over tensors in place; returns them with their old values. A tensor that several objects hold is written once."""
-    once = {id(held): (held, value) for held, value in reversed(written)}.values()
-    before = [(held, held.detach().clone()) for held, _ in once]
-    for held, value in once:
-        _distinct(held).copy_(_distinct(value, like=held))
-    return before
 
 
 def _distinct(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from inference_plugin.install.rebuilt import RebuiltModule
+from inference_plugin.install.rebuilt import RebuiltModule, before_writing
 from inference_plugin.install.storages import flat
 from inference_plugin.wire.errors import CommitFailed, first_few
 
@@ -55,15 +55,27 @@ class StandbyWeights:
         """Engine's thread: puts this set in the place of the live one; returns what was there.
 
         No bytes move unless `in_place`, where addresses of parameters must stay. Generation stands meanwhile, and a model has
-        hundreds of tensors: the loops do nothing else.
+        hundreds of tensors: the loops do nothing else. Raises `CommitFailed` where the live set is as it was.
         """
         held = [live.tensor.data for live in self.tensors]
         if in_place:
-            live_data, held = held, [data.clone() for data in held]  # all of them first: tensors may share memory
-            for old, new in zip(live_data, self.data, strict=True):
-                old.copy_(new)
+            held = [before_writing(data) for data in held]  # all of them first: tensors may share memory
+        replaced = StandbyWeights(self.tensors, held, [])
+        self._place(in_place=in_place)
+        try:
+            for module in self.modules:
+                replaced.modules.append(module.move_into(live_modules[module.module], in_place=in_place))
+        except CommitFailed:
+            replaced._place(in_place=in_place)
+            for module in replaced.modules:
+                module.move_into(live_modules[module.module], in_place=in_place)
+            raise
+        return replaced
+
+    def _place(self, *, in_place: bool) -> None:
+        if in_place:
+            for live, new in zip(self.tensors, self.data, strict=True):
+                live.tensor.data.copy_(new)
         else:
             for live, new in zip(self.tensors, self.data, strict=True):
                 live.tensor.data = new
-        modules = [module.move_into(live_modules[module.module], in_place=in_place) for module in self.modules]
-        return StandbyWeights(self.tensors, held, modules)

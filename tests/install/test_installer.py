@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pytest
@@ -250,6 +251,26 @@ def test_a_parameter_of_another_dtype_than_when_the_group_was_opened_is_an_error
         case.prepare(2)
     norm.weight = before
     assert case.serves(1)
+
+
+def test_a_swap_that_the_memory_does_not_suffice_for_leaves_the_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("standby", CapturedGraphs(2, 0, 1))
+    segment = case.prepare(1)
+    clone, cloned = torch.Tensor.clone, itertools.count()
+
+    def scarce(tensor: torch.Tensor) -> torch.Tensor:
+        if next(cloned) == 3:
+            raise torch.OutOfMemoryError("no more of the device's memory")
+        return clone(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", scarce)
+        with pytest.raises(CommitFailed, match=r"no memory .* no more of the device's memory"):
+            case.installer.install(segment)
+    case.installer.undo(None)
+    assert case.serves(0)
+    case.update(2)
+    assert case.serves(2)
 
 
 def test_what_was_prepared_and_dropped_is_not_installed_later() -> None:

@@ -58,6 +58,25 @@ def test_a_swap_gives_back_what_was_there_also_where_two_tensors_share_memory(in
     assert views["a"].data_ptr() == address
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_swap_with_a_module_that_does_not_fit_leaves_everything_as_it_was(in_place: bool) -> None:
+    live, weights = {"first": Attention(), "second": Attention()}, {"w": torch.zeros(4)}
+    for module in live.values():
+        module.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+    written = live["second"].w_kc
+    fits = RebuiltModule("first", {("w_kc",): torch.ones(2, 3), ("scale",): 2.0}, {"weight": torch.ones(2)})
+    inner = {("w_kc",): frozenset({()})}
+    attributes = {("scale",): 2.0, ("w_kc",): torch.ones(2, 4)}
+    other = RebuiltModule("second", attributes, {"weight": torch.ones(2)}, inner, frozenset(inner))
+    with pytest.raises(CommitFailed, match=r"second\.w_kc became .* doesn't fit"):
+        StandbyWeights([LiveTensor("w", weights, "w", weights["w"])], [torch.ones(4)], [fits, other]).swap(
+            live, in_place=in_place
+        )
+    assert not weights["w"].any() and live["second"].w_kc is written
+    for module in live.values():
+        assert module.scale == 1.0 and not module.w_kc.any() and not module.weight.any()
+
+
 class Product:
     """Points to its scales, as an object of a kernel's library does: it holds no tensor."""
 
