@@ -65,14 +65,18 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     core_kind: Any = type("EngineCore", (Core,), {**vars(Core), "cores": cores})
     names = [name for name in vars(core_client.InprocClient) if not name.startswith("_")]
     read = dict.fromkeys(names, lambda self, *_: self.engine_core.read())
+    core_names = ("collective_rpc", "sleep", "pause_scheduler", "_finish_pause", "resume_scheduler")
+    for name in core_names:
+        setattr(core_kind, name, vars(vllm_core.EngineCore)[name])
     client_kind = type("InprocClient", (), {"__init__": init, **read})
-    proc_kind = type("EngineCoreProc", (), {"_handle_client_request": None})
+    proc_kind = type("EngineCoreProc", (), {"_handle_client_request": None, "pause_scheduler": None})
     with monkeypatch.context() as patch:
         patch.setattr(core_client, "InprocClient", client_kind)
         patch.setattr(vllm_core, "EngineCore", core_kind)
         patch.setattr(vllm_core, "EngineCoreProc", proc_kind)
-        patch.setattr("vllm.v1.executor.Executor", type("Executor", (), {}))
+        patch.setattr("vllm.v1.executor.Executor", type("Executor", (), {"sleep": None, "wake_up": None}))
         hooks.hook_core(())
+        hooks.hook_own_commands()
         hooks.hook_inproc()
     monkeypatch.setattr(hooks, "_start_coordinator", start)
     return core_kind, client_kind
@@ -139,3 +143,15 @@ def test_a_sleep_of_the_caller_s_comes_after_an_update_that_waits_for_requests_o
         control.end_drain()
         control.check_may_sleep()
         assert stands.done()
+
+
+def test_a_sleep_of_the_caller_s_that_is_refused_leaves_the_engine_stepping(kinds: tuple[Any, Any]) -> None:
+    """vLLM stops the scheduler before it calls its executor: under "keep", requests would stand for ever."""
+    core = kinds[1]().engine_core
+    control: CoreControl = core._weightwire_control
+    core.running = 1
+    assert control.pause("drain") is not None
+    with pytest.raises(VersionConflict, match="waits for the requests of this engine to end"):
+        core.sleep(1, "keep")
+    control.resume()
+    assert core.scheduler.pause_state == PauseState.UNPAUSED

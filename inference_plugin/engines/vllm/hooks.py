@@ -26,6 +26,7 @@ CALLED_UNDER_THE_LOCK = (
     *("abort_requests", "reset_prefix_cache", "reset_encoder_cache"),
     *("add_lora", "remove_lora", "pin_lora"),
     *("save_sharded_state", "execute_dummy_batch"),
+    "release_kv_cache_memory",  # since 0.31
 )
 """Methods of an in-process client that must not run while an update does, besides those with a hook of their own: they change
 what the update changes (an adapter that it replaces would be added as it was before), or read the weights."""
@@ -127,6 +128,13 @@ def hook_own_commands() -> None:
             return original()
         with control.lock:
             return control.pauses.resume(original)
+
+    @_wrap_where_we_run(EngineCore, "sleep")
+    def sleep_core(control: CoreControl, original: Callable[..., Any], level: int = 1, mode: str = "abort") -> Any:
+        with control.lock:
+            if level and mode == "keep":
+                control.check_may_sleep()  # before vLLM stops the scheduler; under "abort" that ends what an update waits for
+            return original(level, mode)
 
     @_wrap_where_we_run(Executor, "sleep")
     def sleep(control: CoreControl, original: Callable[..., Any], level: int = 1) -> Any:
@@ -333,7 +341,7 @@ def hook_inproc() -> None:
                 return None
             return original(request)
 
-    for name in CALLED_UNDER_THE_LOCK:
+    for name in filter(partial(hasattr, InprocClient), CALLED_UNDER_THE_LOCK):
 
         @_wrap_where_we_run(InprocClient, name)
         def locked(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
