@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,7 @@ from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.cli.output import line, print_json, stop
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import coordinator_channel
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import WeightwireError, first_few
 from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def verify(
     """
     from inference_plugin.cli.probe import probe
 
-    tensor_named = _in_dtype(Checkpoint(checkpoint).get, dtype_named(dtype))
+    tensors = Checkpoint(checkpoint)
+    tensor_named = _in_dtype(tensors.get, dtype_named(dtype))
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
         raise stop(
@@ -73,7 +74,7 @@ def verify(
             if replica is None
             else f"no replica {replica} runs; `weightwire status` lists them"
         )
-    results = [_verified(card, group, timeout_s, tensor_named) for card in cards]
+    results = [_verified(card, group, timeout_s, tensors, tensor_named) for card in cards]
     probed = None if probe_url is None else probe(probe_url, checkpoint, timeout_s)
     if as_json:
         print_json(group=group, replicas=results, probe=probed)
@@ -87,6 +88,9 @@ def verify(
                 line(f"  {problem}")
             if len(shown) < len(problems):
                 line(f"  and {len(problems) - len(shown)} more; --all shows all {len(problems)}")
+            if beyond := result.get("not_compared"):
+                names = ", ".join(beyond) if show_all else first_few(beyond)
+                line(f"  not compared, no rank took them under these names: {names}")
         if probed is not None:
             line(str(probed))
             if all(result["ok"] for result in results):
@@ -104,7 +108,9 @@ def _in_dtype(tensor_named: TensorNamed, dtype: torch.dtype | None) -> TensorNam
     return cast
 
 
-def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: TensorNamed) -> dict[str, Any]:
+def _verified(
+    card: ReplicaCard, group: str, timeout_s: float, tensors: Collection[str], tensor_named: TensorNamed
+) -> dict[str, Any]:
     """One replica's row of the answer."""
     from inference_plugin.wire.comparison import compare_rank, held_by_no_rank  # imports torch
 
@@ -120,10 +126,13 @@ def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: Ten
     if not boxes:
         problems.append(f"group {group!r} holds nothing that could be compared")
     version = answer.ranks[0].version if answer.ranks else None
+    known = {name for rank in answer.ranks for name in (*(box.name for box in rank.boxes), *rank.unreadable)}
     return {
         "replica": card.replica,
         "version": version,
         "ok": not problems,
         "boxes": boxes,
         "problems": problems,
+        # Tied to another tensor, passed over by the engine's loader, or left out of the update.
+        "not_compared": sorted(set(tensors) - known) if boxes else [],
     }

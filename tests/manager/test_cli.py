@@ -241,6 +241,12 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
             in shown("verify", *same, "--group", "other")[1]
         )
         assert shown("verify", *same, "--dtype", "float33")[0] == 2
+        extra = {name: tensor.contiguous() for name, tensor in tensors.items()} | {"mtp.weight": torch.ones(2)}
+        save_file(extra, tmp_path / "extra.safetensors")
+        extras = ["verify", "--checkpoint", str(tmp_path / "extra.safetensors")]
+        assert "\n  not compared, no rank took them under these names: mtp.weight (1 in all)" in shown(*extras)[1]
+        assert run(*extras)[1]["replicas"][0]["not_compared"] == ["mtp.weight"]
+        (tmp_path / "extra.safetensors").unlink()
         longer = tensors | {
             "embed.weight": torch.cat([tensors["embed.weight"], torch.ones(3, tensors["embed.weight"].shape[1])])
         }
