@@ -288,10 +288,10 @@ def _verified(report: VerifyReport) -> str:
     for replica in report.replicas:
         if replica.error is not None:
             return f"error: {replica.error.message}"
-        if differ := [words for words in replica.differ if "differs" in words]:
-            return "differs: " + "; ".join(differ)
-        if unreadable := (*replica.differ, *replica.unreadable):
-            return "unreadable: " + "; ".join(unreadable)
+        if replica.differ:
+            return "differs: " + "; ".join(replica.differ)
+        if replica.unreadable:
+            return "unreadable: " + "; ".join(replica.unreadable)
     return "verified" if report.ok else "nothing compared"
 
 
