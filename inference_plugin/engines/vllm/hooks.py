@@ -25,11 +25,12 @@ logger = logging.getLogger("vllm.weightwire")
 CALLED_UNDER_THE_LOCK = (
     *("abort_requests", "reset_prefix_cache", "reset_encoder_cache"),
     *("add_lora", "remove_lora", "pin_lora"),
-    *("save_sharded_state", "execute_dummy_batch"),
+    *("save_sharded_state", "execute_dummy_batch", "list_loras", "reset_mm_cache", "profile"),
     "release_kv_cache_memory",  # since 0.31
 )
 """Methods of an in-process client that must not run while an update does, besides those with a hook of their own: they change
-what the update changes (an adapter that it replaces would be added as it was before), or read the weights."""
+what the update changes (an adapter that it replaces would be added as it was before), read the weights, or ask the workers: an
+executor with several would hand the answers of the two calls to the wrong caller."""
 
 
 def hook_core(lacks: tuple[str, ...]) -> None:
