@@ -311,8 +311,9 @@ class CoreControl(EngineControl):
         for request in core.scheduler.requests.values():
             if request.status != RequestStatus.RUNNING and request.num_computed_tokens == 0:
                 self.hash_anew(request)
-            elif not request.block_hashes:
-                # Its first block is part old, part new: nobody else may find it.
+            elif not request.block_hashes or request.streaming_queue is not None:
+                # Its first block is part old, part new: nobody else may find it. A session of streaming input hashes that block
+                # anew with its next chunk, if the block's last token was sampled and never computed.
                 request.cache_salt = f"{request.cache_salt or ''}weightwire:{request.request_id}"
                 request.weightwire_epoch = self.root_epoch
 

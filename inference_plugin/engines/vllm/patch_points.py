@@ -111,6 +111,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.core.kv_cache_utils:hash_block_tokens", ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"), "wrapped: the root of a conversation that keeps its cache; reads NONE_HASH at each call"),
     PatchPoint("vllm.v1.core.sched.output:strip_covered_mm_data", ("mm_features",), "replaced: a request that is computed anew has its image encoded anew, for which its workers need the pixels", since="0.32"),
     PatchPoint("vllm.v1.request:RequestStatus.PREEMPTED", why="read: workers know such a request's images by their names of before"),
+    PatchPoint("vllm.v1.request:Request", ("resumable",), "its `streaming_queue` is read: a session of streaming input hashes its last block anew"),
     PatchPoint("vllm.v1.request:Request.update_block_hashes", ("self",), "called: hashes a request anew"),
     PatchPoint("vllm.utils.hashing:get_hash_fn_by_name", why="called"),
     # in-process engines, and the API process
