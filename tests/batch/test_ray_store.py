@@ -181,7 +181,9 @@ def test_a_byte_that_a_reader_changed_is_a_digest_mismatch_for_the_next(store: R
 def test_an_object_that_is_not_the_bytes_of_the_entry_is_refused(ray: Any, store: RayStore, value: Any) -> None:
     (entry,) = store.put("t", {"k": torch.ones(1)})
     directory = ray.get_actor(store.owner.id, namespace=NAMESPACE)
-    ray.get(directory.keep.remote(-1, 1, [wanted(entry)], [b""], [ray.put(value)]), timeout=600)
+    assert ray.get(directory.reserve.remote(-1, entry.nbytes, 600), timeout=600) is None
+    refused = ray.get(directory.keep.remote(-1, 1, [wanted(entry)], [b""], [ray.put(value)]), timeout=600)
+    assert refused is None
     with pytest.raises(FetchFailed, match="not its 4 bytes") as raised:
         fetched([entry], store.owner)
     assert isinstance(raised.value.failures[0].error, ProtocolError)

@@ -30,6 +30,7 @@ def test_a_rank_has_its_own_device_before_anything_takes_the_current_one_for_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: done.append(("device", index)))
     monkeypatch.setattr(dist, "init_process_group", lambda backend: done.append(("group", backend)))
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(sys, "argv", ["example", "model"])
     common.begin("")
