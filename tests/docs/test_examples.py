@@ -14,9 +14,10 @@ from tests.support.rig import ROOT, eventually, gone
 
 SHARED = ROOT / "examples" / "rl_smollm2"
 PROGRAM = """
-import json, sys, time
+import json, signal, sys, time
 from server import DemoError, job_directory, own_process
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
 with job_directory("ww-example-") as directory:
     with own_process([sys.executable, "-c", "import time; time.sleep(600)"], directory / "log", {}) as process:
         print(json.dumps([process.pid, str(directory)]), flush=True)
