@@ -13,6 +13,7 @@ from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.batch.rollout_support import BUDGET, generate
 from tests.support.rig import eventually, runtime
+from tests.support.scarce_threads import Starts
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import RolloutWorker
 from trainer_adapters.batch.store import Store
@@ -29,16 +30,6 @@ def test_what_can_t_start_its_threads_is_a_typed_error_and_leaves_nothing(
     kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread after the other of those that it starts."""
-    started: list[str] = []
-    lacks = 0
-    start = threading.Thread.start
-
-    def starting(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        if len(started) == lacks:
-            raise RuntimeError("can't start new thread")  # what CPython says at RLIMIT_NPROC
-        start(thread)
-
     with Store(budget_bytes=BUDGET) as store:
         makers: dict[str, Callable[[], Closing]] = {
             "store": lambda: Store(budget_bytes=BUDGET),
@@ -48,19 +39,19 @@ def test_what_can_t_start_its_threads_is_a_typed_error_and_leaves_nothing(
         make = makers[kind]
         make().close()  # the threads that a process keeps are there
         threads = threading.active_count()
-        monkeypatch.setattr(threading.Thread, "start", starting)
+        starts = Starts(monkeypatch)
         make().close()
-        count = len(started)
+        count = len(starts.names)
         assert count >= 4
         gc.collect()
         before, files = len(list(Path("/proc/self/fd").iterdir())), sorted(directory.rglob("*"))
-        for lacks in range(1, count + 1):  # noqa: B007 -- `starting` reads it
-            started.clear()
+        for lacks in range(1, count + 1):
+            starts.but(lacks)
             with pytest.raises(TransportUnavailable, match="no thread can be started"):
                 make()
             gc.collect()
             eventually(lambda: threading.active_count() <= threads, "the end of its threads")
             eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before, "the end of its sockets")
             assert sorted(directory.rglob("*")) == files
-        lacks = 0
+        starts.but(0)
         make().close()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
 from tests.support.rig import Rig, eventually, fork, runtime
+from tests.support.scarce_threads import Starts
 from trainer_adapters import SyncManager
 
 
@@ -47,26 +48,16 @@ def test_a_manager_whose_threads_can_t_be_started_is_a_typed_error_and_leaves_no
 ) -> None:
     """One thread after the other of those that a manager starts. What is left open would hang whoever collects it: libzmq waits
     for its sockets without a deadline."""
-    started: list[str] = []
-    lacks = 0
-    start = threading.Thread.start
-
-    def starting(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        if len(started) == lacks:
-            raise RuntimeError("can't start new thread")  # what CPython says at RLIMIT_NPROC
-        start(thread)
-
     with SyncManager():
         pass  # the threads that a process keeps are there
-    monkeypatch.setattr(threading.Thread, "start", starting)
+    starts = Starts(monkeypatch)
     with SyncManager():
-        count = len(started)
+        count = len(starts.names)
     gc.collect()
     before, threads = descriptors(), threading.active_count()
     assert count >= 5
-    for lacks in range(1, count + 1):  # noqa: B007 -- `starting` reads it
-        started.clear()
+    for lacks in range(1, count + 1):
+        starts.but(lacks)
         with pytest.raises(TransportUnavailable, match="no thread can be started") as raised:
             SyncManager()
         assert "ulimit -u" in raised.value.hint
@@ -75,7 +66,7 @@ def test_a_manager_whose_threads_can_t_be_started_is_a_typed_error_and_leaves_no
         eventually(lambda: threading.active_count() <= threads, "the end of the manager's threads")
         eventually(lambda: descriptors() <= before, "the end of the manager's sockets")
         assert not list(directory.rglob("registry-*"))
-    lacks = 0
+    starts.but(0)
     with SyncManager() as manager:
         assert manager.replicas() == []
 
