@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from trainer_adapters.sources.differing import another_model, packed
 from trainer_adapters.sources.exchange import exchange_device
@@ -69,3 +70,11 @@ def test_another_rank_is_told_how_its_model_differs(
     mine = manifest(("a", "float32", (2,)), ("b", "int8", (2,)))
     error = another_model(mine, 5, packed(manifest(*theirs)))
     assert re.search(rf"trainer rank 5 has another model than rank 0 \({how}\)", error.message)
+
+
+@pytest.mark.parametrize("cut", [0, -6])
+def test_what_is_no_manifest_of_another_rank_is_a_typed_error(cut: int) -> None:
+    manifest = Manifest((TensorSpec("a", "float32", (2,)),), {})
+    theirs = packed(manifest)[:cut] or b"garbage"
+    with pytest.raises(ProtocolError, match="manifest|Manifest"):
+        another_model(manifest, 1, theirs)

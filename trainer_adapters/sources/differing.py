@@ -7,7 +7,7 @@ import zlib
 import msgspec
 
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.errors import ManifestMismatch, ProtocolError, first_few
 from inference_plugin.wire.manifest import Manifest
 
 __all__ = ["another_model", "packed", "unpacked"]
@@ -24,7 +24,11 @@ def packed(manifest: Manifest) -> bytes:
 
 
 def unpacked(data: bytes) -> Manifest:
-    return decode_as(zlib.decompressobj().decompress(data, MAX_BYTES), Manifest)
+    """A manifest that another rank sent. Raises `ProtocolError`."""
+    try:
+        return decode_as(zlib.decompressobj().decompress(data, MAX_BYTES), Manifest)
+    except zlib.error as error:
+        raise ProtocolError(f"not a packed manifest: {error}") from error
 
 
 def another_model(mine: Manifest, rank: int, theirs: bytes) -> ManifestMismatch:
