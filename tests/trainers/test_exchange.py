@@ -76,5 +76,5 @@ def test_another_rank_is_told_how_its_model_differs(
 def test_what_is_no_manifest_of_another_rank_is_a_typed_error(cut: int) -> None:
     manifest = Manifest((TensorSpec("a", "float32", (2,)),), {})
     theirs = packed(manifest)[:cut] or b"garbage"
-    with pytest.raises(ProtocolError, match="manifest|Manifest"):
+    with pytest.raises(ProtocolError, match="anifest"):
         another_model(manifest, 1, theirs)
