@@ -214,6 +214,44 @@ def test_no_rank_steps_while_it_is_paused_and_requests_of_then_are_answered_with
     shared.assert_serves()
 
 
+def test_ranks_step_once_neither_the_user_nor_a_manager_wants_them_to_stand(shared: Shared) -> None:
+    def own(path: str) -> None:
+        status, answer = shared.server.request("POST", path)
+        assert status == 200, answer
+
+    def assert_stands(pool: ThreadPoolExecutor) -> list[Future[list[int]]]:
+        stood = [len(notes_of(shared, rank)) for rank in RANKS]
+        asked = [pool.submit(shared.server.tokens, PROMPTS[0], COUNT, rank) for rank in RANKS]
+        time.sleep(0.3)
+        assert [len(notes_of(shared, rank)) for rank in RANKS] == stood
+        return asked
+
+    with ThreadPoolExecutor(8) as pool, SyncManager(timeout_s=120) as sync:
+        with sync.paused():  # the user's pause and resume within a manager's
+            own("/pause?mode=keep")
+            own("/resume")
+            asked = assert_stands(pool)
+            shared.update(sync)
+        answers = [(shared.version, future.result(600)) for future in asked]
+        own("/pause?mode=keep")  # an update, and a manager's pause, within the user's
+        shared.update(sync)
+        asked = assert_stands(pool)
+        with sync.paused():
+            shared.update(sync)
+        asked += assert_stands(pool)
+        own("/resume")
+        answers += [(shared.version, future.result(600)) for future in asked]
+        with sync.paused():  # the end of each comes after the beginning of the other
+            own("/pause?mode=keep")
+        asked = assert_stands(pool)
+        with sync.paused():
+            own("/resume")
+            asked += assert_stands(pool)
+        answers += [(shared.version, future.result(600)) for future in asked]
+    assert [tokens for _, tokens in answers] == [reference(shared.model(version))[0] for version, _ in answers]
+    shared.assert_serves()
+
+
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("install", ["copy", "standby"])
 def test_an_installation_that_fails_on_one_rank_is_undone_on_both(shared: Shared, install: str, rank: int) -> None:

@@ -21,7 +21,7 @@ import pytest
 from vllm.config import ParallelConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import DPEngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineShutdownState
 
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.rank_sockets import RankSockets
@@ -166,6 +166,13 @@ class Core(DPEngineCoreProc):
 
     def reset_encoder_cache(self) -> None: ...
 
+    def pause_scheduler(self, mode: Any = "abort", clear_cache: bool = True) -> Any:
+        return self.control.pauses.pause(partial(super().pause_scheduler, mode, clear_cache))
+
+    def _finish_pause(self, clear_cache: bool) -> None: ...
+
+    def _send_abort_outputs(self, _: Any) -> None: ...
+
 
 class Cores:
     """Three of them, each in a thread; the first one leads."""
@@ -222,6 +229,33 @@ class Cores:
         self.leading.submit(run)
         return done
 
+    def user_pauses(self, mode: str) -> list[Future[Any]]:
+        """vLLM's own pause, which reaches each core by itself; done where it is in force."""
+        told: list[Future[Any]] = [Future() for _ in self.cores]
+        for core, future in zip(self.cores, told, strict=True):
+
+            def pause(core: Core = core, future: Future[Any] = future) -> None:
+                core.pause_scheduler(mode, False).add_done_callback(lambda paused: future.set_result(paused.result(0)))
+
+            core.input_queue.put((EngineCoreRequestType.WAKEUP, CoreCommand(pause)))
+        return told
+
+    def user_resumes(self) -> list[Future[None]]:
+        told: list[Future[None]] = [Future() for _ in self.cores]
+        for core, future in zip(self.cores, told, strict=True):
+
+            def resume(core: Core = core, future: Future[None] = future) -> None:
+                with core.control.collective() as entered:
+                    if entered:
+                        core.resume_scheduler()
+                if entered:
+                    future.set_result(None)
+                else:
+                    core.control.defer((EngineCoreRequestType.WAKEUP, CoreCommand(partial(resume, core, future))))
+
+            core.input_queue.put((EngineCoreRequestType.WAKEUP, CoreCommand(resume)))
+        return told
+
     def ask(self, name: Any, version: int = 0) -> list[RankReply]:
         request = msgspec.msgpack.encode(RankOperation(f"{name}{version}", name, version=version))
         replies = [decode_as(answer, RankReply) for answer in self.leading.call_ranks(request)]
@@ -272,7 +306,6 @@ class Cores:
             link.close()
         for core in self.cores:
             core.shutdown_state = EngineShutdownState.REQUESTED
-            core._send_abort_outputs = lambda _: None
             core.scheduler.get_num_unfinished_requests = lambda: 0
             core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
         self.steps.abort()
@@ -288,7 +321,16 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         pauses = sum(pending for _, pending in told)
         return any(unfinished for unfinished, _ in told) or pauses % CORES != 0, pauses == CORES
 
+    def has_unfinished(group: Any, local: bool) -> bool:
+        return any(group.gather(group.rank, local))
+
+    def resume_scheduler(core: Core) -> None:
+        core.control.pauses.resume(partial(resume, core))
+
+    resume = EngineCore.resume_scheduler
+    monkeypatch.setattr(EngineCore, "resume_scheduler", resume_scheduler)
     monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync))
+    monkeypatch.setattr(ParallelConfig, "has_unfinished_dp", staticmethod(has_unfinished))
     three = Cores(getattr(request, "param", 0))
     yield three
     three.close()
@@ -373,21 +415,113 @@ def test_no_core_steps_while_the_replica_refuses_and_all_do_once_it_is_healed(co
 
 
 def test_cores_that_vllm_itself_has_paused_stay_so_after_a_turn(cores: Cores) -> None:
-    stood: list[Future[None]] = [Future() for _ in cores.cores]
-    for core, told in zip(cores.cores, stood, strict=True):
-
-        def pause(core: Core = core, told: Future[None] = told) -> None:
-            core._finish_pause = lambda clear_cache: told.set_result(None)
-            core.pause_scheduler("keep", False)
-
-        core.input_queue.put((EngineCoreRequestType.WAKEUP, CoreCommand(pause)))
+    told = cores.user_pauses("keep")
     cores.commit(1, "keep")  # while vLLM is about to, or has them stand
-    for told in stood:
-        told.result(STUCK_S)
+    for future in told:
+        future.result(STUCK_S)
     cores.commit(2, "keep")
     assert [core.ignore_start_dp_wave for core in cores.cores] == [True] * CORES
     assert [core.scheduler.pause_state for core in cores.cores] == [PauseState.PAUSED_ALL] * CORES
     eventually(lambda: not any(core.engines_running for core in cores.cores), "the cores to stand")
+
+
+def test_a_resume_of_the_user_s_takes_effect_as_the_replica_is_let_go(cores: Cores) -> None:
+    for future in cores.user_pauses("keep"):
+        future.result(STUCK_S)
+    cores.add(1, 20)
+
+    def hold() -> None:
+        cores.leading.pause("keep")
+        cores.leading.hold(frozenset())
+
+    cores.command(hold).result(STUCK_S)
+    stood = [len(core.seen) for core in cores.cores]
+    for resumed in cores.user_resumes():
+        resumed.result(STUCK_S)
+    time.sleep(0.1)
+    assert [len(core.seen) for core in cores.cores] == stood == [stood[0]] * CORES
+    cores.command(cores.leading.resume).result(STUCK_S)
+    eventually(lambda: len(cores.cores[0].seen) >= stood[0] + 20, "the steps of the request")
+    eventually(cores.idle, "the request to end")
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_pause_of_the_user_s_goes_on_where_the_replica_is_let_go(cores: Cores, mode: str) -> None:
+    cores.add(1, 10**9)
+    eventually(lambda: len(cores.cores[0].seen) > 10, "steps")
+
+    def hold() -> None:
+        cores.leading.pause("keep")
+        cores.leading.hold(frozenset())
+
+    cores.command(hold).result(STUCK_S)
+    told = cores.user_pauses(mode)
+    if mode != "wait":
+        for future in told:
+            future.result(STUCK_S)
+    cores.command(cores.leading.resume).result(STUCK_S)
+    if mode == "wait":
+        stood = len(cores.cores[0].seen)
+        eventually(lambda: len(cores.cores[0].seen) > stood + 10, "steps of the request that the pause waits for")
+        assert not told[1].done()
+        cores.cores[1].scheduler.running = [5]
+        for future in told:
+            future.result(STUCK_S)
+    cores.add(2, 5)
+    eventually(lambda: bool(cores.cores[2].scheduler.waiting), "the request")
+    eventually(lambda: not any(core.engines_running for core in cores.cores), "the cores to stand")
+    stood = len(cores.cores[0].seen)
+    time.sleep(0.05)
+    assert [len(core.seen) for core in cores.cores] == [stood] * CORES
+    cores.cores[1].scheduler.running = []
+    for resumed in cores.user_resumes():
+        resumed.result(STUCK_S)
+    eventually(lambda: len(cores.cores[0].seen) >= stood + 5, "the steps of the request")
+    eventually(cores.idle, "the request to end")
+
+
+def paused_by_user(core: Core) -> bool:
+    """While the replica is held."""
+    return core.control.pauses.wanted != PauseState.UNPAUSED and not (core.pending_pause or core.engines_running)
+
+
+@pytest.mark.parametrize("cores", range(4), indirect=True)
+def test_pauses_of_the_user_s_and_turns_come_whenever_they_like(cores: Cores) -> None:
+    pick, version = cores.random, 0
+
+    def hold() -> None:
+        cores.leading.pause("keep")
+        cores.leading.hold(frozenset())
+
+    for _ in range(30):
+        for _ in range(pick.randrange(3)):
+            cores.add(pick.randrange(CORES), pick.randrange(1, 12))
+        is_held = pick.random() < 0.5
+        if is_held:
+            cores.command(hold).result(STUCK_S)
+        told = cores.user_pauses(pick.choice(["keep", "abort", "wait"]))
+        time.sleep(pick.choice([0.0, 0.003]))
+        if is_held and pick.random() < 0.5:
+            cores.command(cores.leading.resume).result(STUCK_S)
+            is_held = False
+        if not is_held:
+            version += 1
+            cores.commit(version, pick.choice(["keep", "recompute", "abort"]))  # type: ignore[arg-type]
+            for future in told:
+                future.result(STUCK_S)
+            steps = [len(core.seen) for core in cores.cores]
+            time.sleep(0.003)
+            assert [len(core.seen) for core in cores.cores] == steps == [steps[0]] * CORES
+        else:
+            eventually(lambda: all(map(paused_by_user, cores.cores)), "the pause on all cores")
+        for resumed in cores.user_resumes():
+            resumed.result(STUCK_S)
+        if is_held:
+            cores.command(cores.leading.resume).result(STUCK_S)
+        assert not cores.failed, cores.failed
+    eventually(cores.idle, "the requests to end")
+    assert not cores.failed, cores.failed
+    assert all(core.seen == cores.cores[0].seen for core in cores.cores)
 
 
 def test_a_core_in_a_collective_of_vllm_s_own_is_not_halted_and_the_turn_comes_after_it(cores: Cores) -> None:

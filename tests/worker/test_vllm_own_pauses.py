@@ -20,12 +20,11 @@ from inference_plugin.wire.messages import InFlight
 
 
 class Core:
-    """vLLM's `EngineCoreProc`, as far as pauses go: `running` requests, and the loop's idle callbacks."""
+    """vLLM's `EngineCoreProc`, as far as pauses go: how many requests run, and the loop's idle callbacks."""
 
     def __init__(self) -> None:
         self.state = PauseState.UNPAUSED
-        self.scheduler = SimpleNamespace(set_pause_state=self._set)
-        self.running = 0
+        self.scheduler = SimpleNamespace(set_pause_state=self._set, running=0)
         self._idle_state_callbacks: list[Callable[[Any], None]] = []
         self.commands: list[Callable[[], None]] = []
         self.pauses = OwnPauses(self, self.commands.append)
@@ -34,7 +33,7 @@ class Core:
         self.state = self.scheduler.pause_state = state
 
     def has_work(self) -> bool:
-        return self.running > 0 and self.state != PauseState.PAUSED_ALL
+        return self.scheduler.running > 0 and self.state != PauseState.PAUSED_ALL
 
     def user_waits(self) -> Future[None]:
         """`pause_scheduler(mode="wait")` of the user's."""
@@ -68,7 +67,7 @@ def core() -> Core:
 def test_a_pause_that_waits_for_requests_is_answered_once_they_have_ended_and_not_while_they_only_stand(
     core: Core,
 ) -> None:
-    core.running = 1
+    core.scheduler.running = 1
     answer = core.user_waits()
     core.pauses.hold()
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -77,13 +76,13 @@ def test_a_pause_that_waits_for_requests_is_answered_once_they_have_ended_and_no
     core.pauses.let_go()
     core.go_round()
     assert not answer.done() and core.state == PauseState.PAUSED_NEW
-    core.running = 0
+    core.scheduler.running = 0
     core.go_round()
     assert answer.done() and core.state == PauseState.PAUSED_NEW
 
 
 def test_a_pause_given_while_we_hold_the_engine_waits_for_requests_after_we_let_go(core: Core) -> None:
-    core.running = 1
+    core.scheduler.running = 1
     core.pauses.hold()
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     answer = core.user_waits()
@@ -92,13 +91,13 @@ def test_a_pause_given_while_we_hold_the_engine_waits_for_requests_after_we_let_
     core.pauses.let_go()
     core.go_round()
     assert not answer.done() and core.state == PauseState.PAUSED_NEW
-    core.running = 0
+    core.scheduler.running = 0
     core.go_round()
     assert answer.done()
 
 
 def test_a_pause_that_stops_requests_which_we_let_end_is_answered_when_it_is_in_force(core: Core) -> None:
-    core.running = 1
+    core.scheduler.running = 1
     core.pauses.hold()
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)  # we wait for requests to end
     answer = core.pauses.pause(lambda: core.scheduler.set_pause_state(PauseState.PAUSED_ALL))
@@ -135,7 +134,7 @@ def test_an_update_that_gave_up_waiting_for_requests_empties_no_cache_of_those_t
     control = CoreControl(core)
     control.in_process = False
     monkeypatch.setattr(control, "_reset_caches", lambda: emptied.append(core.state))
-    core.running = 1
+    core.scheduler.running = 1
     control.pause("drain")
     control.resume()
     kept = control.pause("keep")
@@ -143,6 +142,6 @@ def test_an_update_that_gave_up_waiting_for_requests_empties_no_cache_of_those_t
     assert kept is not None and kept.done() and emptied == []
     control.resume()
     control.pause("drain")
-    core.running = 0
+    core.scheduler.running = 0
     core.go_round()
     assert emptied == [PauseState.PAUSED_NEW]

@@ -122,7 +122,8 @@ class LeadingCore(EngineControl):
 
     def resume(self) -> None:
         self._drained = None
-        self._ask(CoreOrder("go_on"))
+        stand = all(reply.done for reply in self._ask(CoreOrder("look")))
+        self._ask(CoreOrder("go_on", stand=stand))
 
     def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
         self._own.installed(group, stamp, txn, in_flight)

@@ -116,8 +116,6 @@ def hook_own_commands() -> None:
 
         @_wrap_where_we_run(core, "pause_scheduler")
         def pause_scheduler(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if isinstance(control, SharedCore):
-                return original(*args, **kwargs)
             with control.lock:
                 result = control.pauses.pause(partial(original, *args, **kwargs))
                 control.end_drain()  # it may have ended the requests that an update waits for
@@ -125,8 +123,6 @@ def hook_own_commands() -> None:
 
     @_wrap_where_we_run(EngineCore, "resume_scheduler")
     def resume_scheduler(control: CoreControl, original: Callable[..., Any]) -> Any:
-        if isinstance(control, SharedCore):
-            return original()
         with control.lock:
             return control.pauses.resume(original)
 

@@ -20,7 +20,7 @@ class OwnPauses:
     def __init__(self, core: Any, submit: Callable[[Callable[[], None]], None]) -> None:
         self._core = core
         self._submit = submit
-        self._wanted: Any = None
+        self.wanted: Any = None
         """The scheduler's state as vLLM's own commands want it, while we hold the engine; else None."""
         self._is_ours = False
         self._answered_later: list[Future[None]] = []
@@ -29,12 +29,12 @@ class OwnPauses:
     @property
     def held(self) -> bool:
         """Whether we hold the engine."""
-        return self._wanted is not None
+        return self.wanted is not None
 
     def hold(self) -> None:
         """We are about to stop the scheduler, or to change how it stands."""
-        if self._wanted is None:
-            self._wanted = self._core.scheduler.pause_state
+        if self.wanted is None:
+            self.wanted = self._core.scheduler.pause_state
 
     @contextlib.contextmanager
     def ours(self) -> Iterator[None]:
@@ -47,10 +47,10 @@ class OwnPauses:
 
     def let_go(self) -> bool:
         """The scheduler stands or steps as vLLM's commands want it. False where we did not hold it."""
-        if self._wanted is None:
+        if self.wanted is None:
             return False
-        self._core.scheduler.set_pause_state(self._wanted)
-        self._wanted = None
+        self._core.scheduler.set_pause_state(self.wanted)
+        self.wanted = None
         answered, self._answered_later = self._answered_later, []
         for future in answered:
             future.set_result(None)
@@ -72,7 +72,7 @@ class OwnPauses:
             core._idle_state_callbacks.append(self._once_idle(core._idle_state_callbacks.pop()))
         if not self.held:
             return stopped
-        self._wanted = core.scheduler.pause_state
+        self.wanted = core.scheduler.pause_state
         core.scheduler.set_pause_state(ours)
         has_work = getattr(core, "has_work", lambda: False)  # an in-process engine's caller, who steps it, can't wait
         if stopped is None and ours == PauseState.PAUSED_NEW and has_work():  # we wait for requests that go on
@@ -86,14 +86,15 @@ class OwnPauses:
 
         if not self.held:
             return resume()
-        self._wanted = PauseState.UNPAUSED
+        self.wanted = PauseState.UNPAUSED
         return None
 
     def _once_idle(self, complete: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The end of a pause of vLLM's that waits for requests to end: not while they only stand because of us."""
+        """The end of a pause of vLLM's: where it waits for requests to end, not while they only stand because of us."""
+        from vllm.v1.core.sched.interface import PauseState
 
         def idle(core: Any) -> None:
-            if self.held:
+            if self.held and core.scheduler.running and self.wanted != PauseState.PAUSED_ALL:
                 self._idle_later.append(idle)
             elif core.has_work():
                 self._submit(lambda: core._idle_state_callbacks.append(idle))

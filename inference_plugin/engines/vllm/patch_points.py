@@ -79,7 +79,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.engine:EngineCoreOutput", ("error",), "made: with the reason, for requests of a torn replica", since="0.33"),
     PatchPoint("vllm.outputs:RequestError", ("code", "message", "retryable"), "made: an API server answers 503 with its message", since="0.32"),
     PatchPoint("vllm.v1.engine:EngineCoreOutputs", ("outputs", "finished_requests"), "made"),
-    PatchPoint(_CORE + "DPEngineCoreProc", why="recognised: data-parallel ranks that share experts; its dp_group is used while it starts, its engines_running and ignore_start_dp_wave are read and set"),
+    PatchPoint(_CORE + "DPEngineCoreProc", why="recognised: data-parallel ranks that share experts; its dp_group is used while it starts, its engines_running, ignore_start_dp_wave and pending_pause are read and set"),
     PatchPoint(_CORE + "DPEngineCoreProc._has_global_unfinished_reqs", ("self", "local_unfinished"), "wrapped: counts the steps that all cores take"),
     PatchPoint(_CORE + "DPEngineCoreProc._handle_client_request", ("request_type", "request"), "wrapped: vLLM's own resume, for which cores wait for each other, comes before a turn of ours or after it"),
     PatchPoint(_CORE + "EngineCoreProc._process_input_queue", ("self",), "wrapped: between two steps of a core that shares experts"),

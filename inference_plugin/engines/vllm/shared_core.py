@@ -23,8 +23,9 @@ class CoreOrder(msgspec.Struct, frozen=True):
     """What the first core asks of every core. "halt" begins a turn, "allow" says after how many `steps` all stand (None: the turn
     is off), "end" ends it. The others are done in between, while all of them stand."""
 
-    name: Literal["halt", "allow", "end", "rank", "finish", "drain", "stand", "hold", "go_on", "refuse"]
+    name: Literal["halt", "allow", "end", "rank", "finish", "drain", "stand", "hold", "look", "go_on", "refuse"]
     steps: int | None = None
+    stand: bool = False
     request: bytes = b""
     in_flight: InFlight = "keep"
     asleep: tuple[MemoryTag, ...] = ()
@@ -32,7 +33,7 @@ class CoreOrder(msgspec.Struct, frozen=True):
 
 
 class CoreReply(msgspec.Struct, frozen=True):
-    """`begun`: number of steps begun; None if the core can't be halted now. `done`: false while requests run on it."""
+    """`begun`: number of steps begun; None if the core can't be halted now. `done`: false while the core has to step on."""
 
     begun: int | None = None
     answers: list[bytes] = []
@@ -48,8 +49,6 @@ class SharedCore(CoreControl):
         self.gate = StepGate()
         self.take_turn: Callable[[], None] = lambda: None
         """This core's part of a turn, as far as it gets before the next step; set by what leads or follows the turns."""
-        self._before: tuple[Any, bool] | None = None
-        """The state of the scheduler, and whether vLLM itself had the cores stand, before `stand` or `drain`."""
         self._weights_in_doubt = False
         self._deferred: list[tuple[Any, Any]] = []
 
@@ -83,7 +82,7 @@ class SharedCore(CoreControl):
     def _performed(self, order: CoreOrder) -> CoreReply:
         match order.name:
             case "rank":
-                self._weights_in_doubt |= self._before is not None
+                self._weights_in_doubt |= self.pauses.held
                 return CoreReply(answers=self.call_ranks(order.request))
             case "finish":
                 return CoreReply(answers=self.finish(order.request, order.in_flight))
@@ -94,8 +93,10 @@ class SharedCore(CoreControl):
             case "hold":
                 self._weights_in_doubt = True
                 self.hold(frozenset(order.asleep))
+            case "look":
+                return CoreReply(done=self._may_stand())
             case "go_on":
-                self.go_on()
+                self.go_on(order.stand)
             case "refuse":
                 self.refuse(order.reason)
         return CoreReply()
@@ -108,42 +109,58 @@ class SharedCore(CoreControl):
         """The core may step again, unless it was told to stand."""
         from vllm.v1.core.sched.interface import PauseState
 
-        if self._before is not None and self.core.scheduler.pause_state == PauseState.PAUSED_ALL:
-            self.core.engines_running = False  # a step that another core had begun may have set it
+        core = self.core
+        if self.pauses.held and core.scheduler.pause_state == PauseState.PAUSED_ALL and not core.pending_pause:
+            core.engines_running = False  # a step that another core had begun may have set it
         for request in self._deferred:
-            self.core.input_queue.put_nowait(request)
+            core.input_queue.put_nowait(request)
         self._deferred.clear()
         self.gate.release()
 
     def lost(self, why: str) -> None:
         """The cores have lost each other: no turn follows. If the weights may differ between them, this core refuses."""
         self.gate.open()
-        if self._before is None:
+        if not self.pauses.held:
             return
         if not self._weights_in_doubt:
-            self.go_on()
+            self.go_on(self._may_stand())
         elif self.refusal is None:
             self.refuse(f"the engine cores lost each other during an update or a pause: {why}; start the engine anew")
 
-    def go_on(self) -> None:
-        """Undoes `_drain` and `_stand`. A core that refuses stays where it is, without requests: a step would wait for a core
-        whose worker may be lost."""
-        if self._before is None or self.refusal is not None:
+    def go_on(self, stand: bool) -> None:
+        """Undoes `_drain` and `_stand`. `stand`: vLLM's own pause keeps all cores from every step; else all take the next one. A
+        core that refuses stays where it is, without requests: a step would wait for a core whose worker may be lost."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self.refusal is not None or not self.pauses.let_go():
             return
-        (state, stood), self._before = self._before, None
         self._weights_in_doubt = False
-        self.core.scheduler.set_pause_state(state)
-        self.core.ignore_start_dp_wave = stood
-        # One step finds out whether any core has requests: vLLM's word that one came may have been ignored meanwhile.
-        self.core.engines_running = not stood
+        core = self.core
+        core.ignore_start_dp_wave = stand
+        # One step finds out whether any core has requests: vLLM's word that one came may have been ignored meanwhile. Cores
+        # that vLLM paused come to stand in their steps, once all of them are paused.
+        core.engines_running = not stand
+        core.pending_pause = not stand and core.scheduler.pause_state != PauseState.UNPAUSED
+
+    def _may_stand(self) -> bool:
+        """Whether vLLM's own pause is in force and no request of this core is to end under it."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        wanted = self.pauses.wanted
+        ends = wanted == PauseState.PAUSED_NEW and self.core.scheduler.running
+        return wanted not in (None, PauseState.UNPAUSED) and not self.core.pending_pause and not ends
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[bool]:
-        """Around a request on which vLLM has all cores wait for each other, between two steps. False: not now."""
+        """Around vLLM's own resume and wake-up, in which all cores wait for each other between two steps. False: not now. While
+        we hold the cores they stand on, and the resume takes effect in `go_on`."""
         entered = self.gate.enter_collective()
+        ignores = self.core.ignore_start_dp_wave
         try:
             yield entered
         finally:
+            if self.pauses.held:
+                self.core.ignore_start_dp_wave = ignores
             self.gate.leave_collective()
 
     def defer(self, request: tuple[Any, Any]) -> None:
@@ -154,7 +171,7 @@ class SharedCore(CoreControl):
         """Takes no new request; returns whether none runs any more."""
         from vllm.v1.core.sched.interface import PauseState
 
-        self._note_state()
+        self.pauses.hold()
         self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         self.core.ignore_start_dp_wave = False
         self.core.engines_running = True
@@ -162,11 +179,7 @@ class SharedCore(CoreControl):
 
     def _stand(self, in_flight: InFlight) -> None:
         """No step runs until `go_on`, and none is under way. Requests follow the policy."""
-        self._note_state()
+        self.pauses.hold()
         self.core.ignore_start_dp_wave = True
         self._stop(in_flight)
         self.core.engines_running = False
-
-    def _note_state(self) -> None:
-        if self._before is None:
-            self._before = (self.core.scheduler.pause_state, bool(self.core.ignore_start_dp_wave))
