@@ -308,6 +308,18 @@ def test_a_resume_of_the_user_s_does_not_end_a_manager_s_pause(engine: Both) -> 
             assert engine.serves() == ("A", {str(engine.version)})
 
 
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_the_cache_of_a_replica_that_only_a_manager_holds_is_not_released(engine: Both) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        engine.update(manager, "A")
+        with (
+            manager.paused(),
+            pytest.raises(RuntimeError, match="a manager holds this replica, and no pause of vLLM's"),
+        ):
+            engine.driver.call("own_release_kv_cache")
+        assert engine.serves() == ("A", {str(engine.version)})
+
+
 def test_the_end_of_a_manager_s_pause_does_not_end_the_user_s(engine: Both) -> None:
     own_pause, own_resume = (lambda do=do: engine.driver.call(do) for do in ("own_pause", "own_resume"))
     with SyncManager(timeout_s=180) as manager:

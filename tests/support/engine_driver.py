@@ -218,6 +218,10 @@ class Driver:
     def do_own_resume(self) -> None:
         self._core("resume_scheduler")
 
+    def do_own_release_kv_cache(self) -> None:
+        """vLLM's `LLM.release_kv_cache_memory`."""
+        self._core("release_kv_cache_memory")
+
     def do_own_sleep(self, level: int) -> None:
         """vLLM's `LLM.sleep`."""
         self.llm.sleep(level=level)

@@ -126,6 +126,14 @@ def hook_own_commands() -> None:
         with control.lock:
             return control.pauses.resume(original)
 
+    if hasattr(EngineCore, "release_kv_cache_memory"):  # since 0.31
+
+        @_wrap_where_we_run(EngineCore, "release_kv_cache_memory")
+        def release_kv_cache_memory(control: CoreControl, original: Callable[..., Any]) -> Any:
+            with control.lock:
+                control.pauses.check_may_release()
+                return original()
+
     @_wrap_where_we_run(EngineCore, "sleep")
     def sleep_core(control: CoreControl, original: Callable[..., Any], level: int = 1, mode: str = "abort") -> Any:
         with control.lock:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from inference_plugin.wire.errors import VersionConflict
+
 __all__ = ["OwnPauses"]
 
 
@@ -88,6 +90,18 @@ class OwnPauses:
             return resume()
         self.wanted = PauseState.UNPAUSED
         return None
+
+    def check_may_release(self) -> None:
+        """Before vLLM releases the memory of its KV cache, for which it asks that the engine is paused. Raises `VersionConflict`
+        where only we hold it: it would step on without that memory as we let go."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self.wanted == PauseState.UNPAUSED:
+            raise VersionConflict(
+                "a manager holds this replica, and no pause of vLLM's own would keep it from stepping without its KV cache",
+                hint="pause it by vLLM's own pause before, or let the manager put it to sleep",
+                side="coordinator",
+            )
 
     def _once_idle(self, complete: Callable[[Any], None]) -> Callable[[Any], None]:
         """The end of a pause of vLLM's: where it waits for requests to end, not while they only stand because of us."""

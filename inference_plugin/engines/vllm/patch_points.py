@@ -66,6 +66,7 @@ PATCH_POINTS = (
     PatchPoint(_CORE + "EngineCore.shutdown", ("self",), "wrapped: closes the coordinator, between two commands"),
     PatchPoint(_CORE + "EngineCore.pause_scheduler", ("mode", "clear_cache"), "called; wrapped: while we hold the engine, a pause of the user's is noted"),
     PatchPoint(_CORE + "EngineCoreProc.pause_scheduler", ("mode", "clear_cache"), "the same; with its `_idle_state_callbacks`, `has_work`"),
+    PatchPoint(_CORE + "EngineCore.release_kv_cache_memory", ("self",), "wrapped: while we hold the engine, refused where the user has not paused it", since="0.31"),
     PatchPoint(_CORE + "EngineCore.resume_scheduler", ("self",), "wrapped: while we hold the engine, a resume of the user's is noted"),
     PatchPoint(_CORE + "EngineCore.sleep", ("level", "mode"), "wrapped: refused before it stops the scheduler, where an in-process engine's update waits for requests"),
     PatchPoint(_CORE + "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector"), "called"),
