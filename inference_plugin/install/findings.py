@@ -20,7 +20,7 @@ class LoadFindings:
     def __init__(self, destinations: Sequence[Destination], names: Sequence[str]) -> None:
         self._destinations = destinations
         self._names = names
-        self._writes: list[tuple[Destination, Placement | Fill]] = []
+        self._writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         self._mutated: dict[str, str] = {}
         self._used: set[str] = set()
         self._touched: set[str] = set()
@@ -36,11 +36,11 @@ class LoadFindings:
         self._wanted: dict[str, torch.dtype] = {}
 
     def wrote(self, destination: Destination, write: Placement | Fill) -> None:
-        self._writes.append((destination, write))
+        self._writes[destination.name].append(write)
 
     def has_written(self, destination: Destination) -> bool:
         """Whether the loader has written a checkpoint tensor to this destination so far."""
-        return any(dest is destination and isinstance(write, Placement) for dest, write in self._writes)
+        return any(isinstance(write, Placement) for write in self._writes[destination.name])
 
     def touched(self, name: str) -> None:
         """The loader did something with this tensor."""
@@ -74,7 +74,7 @@ class LoadFindings:
         self._made_of_nothing.add(destination)
 
     def kept(self, module: str, attribute: str) -> None:
-        """A module keeps there what the loader made of checkpoint tensors, outside parameters and buffers."""
+        """A module keeps there numbers that the loader made of checkpoint tensors."""
         self._kept.add((module, attribute))
 
     def read_numbers(self, held: Mapping[tuple[str, str], tuple[float, ...]]) -> None:
@@ -99,11 +99,11 @@ class LoadFindings:
                 kept=frozenset(self._kept),
                 numbers=self._numbers,
             )
-        writes: dict[str, list[Placement | Fill]] = defaultdict(list)
-        for dest, write in self._writes:
-            writes[dest.name].append(write)
-            if isinstance(write, Placement) and write.source.tensor in self._mutated:
-                self.refuse(dest.name, self._mutated[write.source.tensor], {write.source.tensor})
+        writes = self._writes
+        for name, made in writes.items():
+            for write in made:
+                if isinstance(write, Placement) and write.source.tensor in self._mutated:
+                    self.refuse(name, self._mutated[write.source.tensor], {write.source.tensor})
         placements: list[Placement] = []
         fills: list[Fill] = []
         extents: dict[str, int] = {}
@@ -111,7 +111,7 @@ class LoadFindings:
         doubled: list[str] = []
         gapped: list[str] = []
         for dest in self._destinations:
-            if dest.name in writes:
+            if writes[dest.name]:
                 self._check_fills(dest, writes[dest.name])
             copies = [write for write in writes[dest.name] if isinstance(write, Placement)]
             if dest.name in self._refused:

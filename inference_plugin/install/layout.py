@@ -26,6 +26,7 @@ from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import needs_no_checkpoint, run_trials
 from inference_plugin.install.unpacking import Unpacking
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Region
 
 __all__ = ["LiveLayout"]
 
@@ -376,11 +377,11 @@ class LiveLayout:
 
     def _find_gaps(self) -> dict[str, list[tuple[int, int]]]:
         """The ranges of elements that an update leaves unwritten in storages that it writes in part, by key."""
-        filled = [*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)]
-        return {
-            key: gaps_between((region for region in filled if region.tensor == key), self._plan.extents[key])
-            for key in self._plan.gapped & self.written & self._plain
-        }
+        filled: dict[str, list[Region]] = {key: [] for key in self._plan.gapped & self.written & self._plain}
+        for region in (*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)):
+            if region.tensor in filled:
+                filled[region.tensor].append(region)
+        return {key: gaps_between(regions, self._plan.extents[key]) for key, regions in filled.items()}
 
     def _keys_of(self, module: str) -> set[str]:
         """The storages of a module's own parameters, and those of the modules that its post-processing reads."""

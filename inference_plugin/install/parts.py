@@ -9,19 +9,23 @@ at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
-from inference_plugin.install.proof import BUDGET_BYTES
+from inference_plugin.install.proof import BUDGET_BYTES, Groups, Member
 from inference_plugin.install.storages import equal_bytes, storage_views
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, loaded, poison, trial_tensors
 from inference_plugin.wire.errors import lacks_resources
 
-__all__ = ["Part", "ProvenParts", "parts_of", "prove_parts"]
+__all__ = ["Part", "ProvenParts", "prove_parts"]
+
+JOINED_BYTES = 4 << 20
+"""Small parts are loaded together up to about this size: each load goes through the whole model's names, and a model may have
+thousands of parts."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +45,6 @@ class ProvenParts:
     why: str = ""
 
 
-def parts_of(plan: PlacementPlan, skeleton: nn.Module) -> tuple[Part, ...]:
-    """The refused storages of a plan in parts: storages of one module, or that are computed from a common tensor, are one part.
-    Empty if the source tensors of some storage are unknown."""
-    known = storage_views(skeleton).keys()
-    parts: list[tuple[set[str], set[str], set[str]]] = []
-    for destination in plan.refused:
-        sources = set(plan.refused_sources.get(destination, ()))
-        if not sources or destination not in known:
-            return ()
-        modules, destinations = {destination.rpartition(".")[0]}, {destination}
-        for other in [part for part in parts if part[0] & sources or part[2] & modules]:
-            parts.remove(other)
-            sources, destinations, modules = sources | other[0], destinations | other[1], modules | other[2]
-        parts.append((sources, destinations, modules))
-    return tuple(Part(tuple(sorted(sources)), tuple(sorted(destinations))) for sources, destinations, _ in parts)
-
-
 def prove_parts(
     plan: PlacementPlan,
     skeleton: nn.Module,
@@ -69,15 +56,20 @@ def prove_parts(
     """Loads trial tensors into all parts at once (beside the rest of the checkpoint, where it is small), then into each part
     alone, and compares the two bit for bit. Raises `EngineUnsupported`, before it takes anything, if that is more than the
     `free_bytes` of the device."""
-    parts = parts_of(plan, skeleton)
+    parts = _parts_of(plan, skeleton)
     if not parts:
         return ProvenParts(why="their source tensors are unknown")
     infos = {info[0]: info for info in tensors}
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
     budget_bytes = min(BUDGET_BYTES, free_bytes / 3)
     whole = sum(sizes.values()) <= budget_bytes
-    batches = in_batches(parts, lambda part: sum(sizes[name] for name in part.sources), budget_bytes)
     storages = {key: flat.nbytes for key, flat in storage_views(skeleton).items()}
+    joined = in_batches(parts, lambda part: _trial_bytes([part], sizes, storages), JOINED_BYTES)
+    parts = tuple(
+        Part(tuple(n for part in some for n in part.sources), tuple(n for part in some for n in part.destinations))
+        for some in joined
+    )
+    batches = in_batches(parts, lambda part: sum(sizes[name] for name in part.sources), budget_bytes)
     check_trial_fits(max(_trial_bytes(batch, sizes, storages) for batch in batches), free_bytes)
     uncovered: dict[str, int] = {}
     try:
@@ -97,6 +89,23 @@ def prove_parts(
             raise
         return ProvenParts(why=f"the loader raised {type(error).__name__}: {error}")
     return ProvenParts(parts, uncovered)
+
+
+def _parts_of(plan: PlacementPlan, skeleton: nn.Module) -> tuple[Part, ...]:
+    """The refused storages of a plan in parts: storages of one module, or that are computed from a common tensor, are one part.
+    Empty if the source tensors of some storage are unknown."""
+    known, groups = storage_views(skeleton).keys(), Groups()
+    for destination in plan.refused:
+        sources = plan.refused_sources.get(destination, ())
+        if not sources or destination not in known:
+            return ()
+        for other in (("module", destination.rpartition(".")[0]), *(("source", name) for name in sources)):
+            groups.join(("refused", destination), other)
+    return tuple(Part(_of_kind("source", members), _of_kind("refused", members)) for members in groups.sets())
+
+
+def _of_kind(kind: str, members: Iterable[Member]) -> tuple[str, ...]:
+    return tuple(sorted(name for of, name in members if of == kind))
 
 
 def _load(

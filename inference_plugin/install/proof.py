@@ -29,7 +29,7 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import EngineUnsupported, lacks_resources
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["BUDGET_BYTES", "prove_plan"]
+__all__ = ["BUDGET_BYTES", "Groups", "Member", "prove_plan"]
 
 BUDGET_BYTES = 512 << 20
 """About the most bytes that a proof loads at once."""
@@ -41,8 +41,8 @@ MOST_THREADS = 8
 
 _Write = TypeVar("_Write", Placement, Fill)
 
-_Member: TypeAlias = tuple[str, str]
-"""A name after its kind: "source" of a checkpoint tensor, "planned" or "refused" of a destination."""
+Member: TypeAlias = tuple[str, str]
+"""A name after its kind: "source" of a checkpoint tensor, "planned" or "refused" of a destination, "module"."""
 
 
 def prove_plan(
@@ -91,22 +91,22 @@ class _Batch(NamedTuple):
     """The memory that they take."""
 
 
-class _Groups:
+class Groups:
     """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
-        self._parent: dict[_Member, _Member] = {}
+        self._parent: dict[Member, Member] = {}
 
-    def join(self, one: _Member, other: _Member) -> None:
+    def join(self, one: Member, other: Member) -> None:
         self._parent[self._root(one)] = self._root(other)
 
-    def sets(self) -> list[list[_Member]]:
-        found: dict[_Member, list[_Member]] = defaultdict(list)
+    def sets(self) -> list[list[Member]]:
+        found: dict[Member, list[Member]] = defaultdict(list)
         for member in self._parent:
             found[self._root(member)].append(member)
         return list(found.values())
 
-    def _root(self, member: _Member) -> _Member:
+    def _root(self, member: Member) -> Member:
         self._parent.setdefault(member, member)
         while self._parent[member] != member:
             self._parent[member] = member = self._parent[self._parent[member]]
@@ -167,7 +167,7 @@ class _Proof:
 
     def _batches(self, budget_bytes: float) -> list[_Batch]:
         """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
-        plan, groups = self._plan, _Groups()
+        plan, groups = self._plan, Groups()
         for placement in plan.placements:
             groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
         for dest, names in plan.refused_sources.items():
@@ -183,14 +183,14 @@ class _Proof:
         packed = in_batches(components, self._cost, budget_bytes)
         return [self._batch(list(itertools.chain(*some))) for some in packed]
 
-    def _batch(self, members: Sequence[_Member]) -> _Batch:
+    def _batch(self, members: Sequence[Member]) -> _Batch:
         names: dict[str, list[str]] = {kind: [] for kind in self._nbytes}
         for kind, name in members:
             names[kind].append(name)
         sources = sorted(names["source"], key=self._order.__getitem__)
         return _Batch(tuple(sources), tuple(names["planned"]), tuple(names["refused"]), self._cost(members))
 
-    def _cost(self, members: Iterable[_Member]) -> int:
+    def _cost(self, members: Iterable[Member]) -> int:
         return sum(_aligned(self._nbytes[kind].get(name, 0)) for kind, name in members)
 
     def _take(self, nbytes: int) -> None:

@@ -176,14 +176,16 @@ def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place
 
 def _filled_among_weights(agreement: Agreement) -> list[str]:
     """Storages where a constant might lie over weights: it is filled in when these are there already."""
+    placed: dict[str, list[Placement]] = {fill.dest.tensor: [] for fill in agreement.plan.fills}
+    for placement in agreement.layout.plain_placements:
+        if placement.dest.tensor in placed:
+            placed[placement.dest.tensor].append(placement)
     return sorted(
         {
             fill.dest.tensor
             for fill in agreement.plan.fills
-            for placement in agreement.layout.plain_placements
-            if placement.dest.tensor == fill.dest.tensor
-            and placement.dest.offset < fill.dest.end
-            and fill.dest.offset < placement.dest.end
+            for placement in placed[fill.dest.tensor]
+            if placement.dest.offset < fill.dest.end and fill.dest.offset < placement.dest.end
         }
     )
 

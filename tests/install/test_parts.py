@@ -10,6 +10,7 @@ from torch import nn
 
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.install import parts
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.storages import named_tensors
 from tests.install.installing import update
@@ -96,6 +97,13 @@ def updated(kind: type[Model], *, partial: bool = False) -> tuple[Engine, str]:
     return engine, terms.why
 
 
+@pytest.fixture
+def each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts as large as those of real models."""
+    monkeypatch.setattr(parts, "JOINED_BYTES", 0)
+
+
+@pytest.mark.usefixtures("each_alone")
 @pytest.mark.parametrize("partial", [False, True])
 def test_memory_for_one_part_at_a_time_and_the_rest_is_copied(partial: bool) -> None:
     engine, why = updated(Model, partial=partial)
@@ -103,6 +111,12 @@ def test_memory_for_one_part_at_a_time_and_the_rest_is_copied(partial: bool) -> 
     assert "part by part" in why and "not part by part" not in why
 
 
+def test_small_parts_are_loaded_together_as_each_load_goes_through_all_names_of_the_model() -> None:
+    engine, _ = updated(Model)
+    assert engine.loads == [{"blocks.0.decay", "blocks.1.decay"}]
+
+
+@pytest.mark.usefixtures("each_alone")
 @pytest.mark.parametrize(
     ("kind", "words"), [(Accumulating, "computes blocks.1.decay differently"), (Demanding, "raised AssertionError")]
 )
