@@ -22,6 +22,7 @@ from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.graph import Boundary, Path, tensors_under
 from inference_plugin.install.installer import LastProof, ModelInstaller
+from inference_plugin.install.stand_in import frozen
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
@@ -82,8 +83,8 @@ class LiveModel:
         self.device = device
         self.skeleton = skeleton
         self.constants = constants or {}
-        self.constructed: Mapping[str, Collection[Path]] = {
-            name: {path for path, _ in tensors_under(module, self.boundary)}
+        self.constructed: Mapping[str, Mapping[Path, Any]] = {
+            name: {path: frozen(tensor) for path, tensor in tensors_under(module, self.boundary)}
             for name, module in skeleton.named_modules()
         }
         self.lock = threading.Lock()

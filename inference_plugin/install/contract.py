@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -63,9 +63,9 @@ class EngineModel(Protocol):
         """The values that the constructor gave the skeleton's buffers and small parameters, by name."""
 
     @property
-    def constructed(self) -> Mapping[str, Collection[Path]]:
-        """Where the constructor alone, before any load, leaves tensors on modules of the skeleton beside parameters and buffers,
-        by module."""
+    def constructed(self) -> Mapping[str, Mapping[Path, Any]]:
+        """The tensors that the constructor alone, before any load, leaves on modules of the skeleton beside parameters and
+        buffers, by module and path, each as `stand_in.frozen`."""
 
     @property
     def runtime_state(self) -> frozenset[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -29,6 +31,9 @@ __all__ = ["agree"]
 
 SHOWN_MISFITS, SHOWN_CHARACTERS = 8, 200
 """Tensors that an error names, and characters of the loader's reason for each: vLLM's lists all parameters of the model."""
+
+ONE_BY_ONE_S = 10.0
+"""Longest time in which each tensor is tried alone."""
 
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool, sharing: int = 1) -> Agreement:
@@ -102,7 +107,7 @@ class _Negotiation:
         either. If the engine needs it after all, `_check_whole` finds what it would have filled; nothing would in a part of a
         model, which is refused."""
         while True:
-            plan = trace_plan(self._model.skeleton, self._load, self._tensors)
+            plan = self._trace_load(self._tensors)
             if self._partial or not plan.broke or plan.broke_at not in self._manifest.tied:
                 return plan
             self._tensors = [info for info in self._tensors if info[0] != plan.broke_at]
@@ -117,7 +122,7 @@ class _Negotiation:
         held = [(name, shape, dtype) for name, (shape, dtype) in self._checkpoint.items()]
         if {name: shape for name, shape, _ in held} == {name: shape for name, shape, _ in self._tensors}:
             return self._traced
-        return trace_plan(self._model.skeleton, self._load, held) if held else PlacementPlan(refusal="it can't be read")
+        return self._trace_load(held) if held else PlacementPlan(refusal="it can't be read")
 
     def _passed_over(self, ignored: Collection[str]) -> tuple[int, ...]:
         """Tensors of the manifest, by index, from which the loader takes nothing, just as it does in the engine's own checkpoint.
@@ -139,6 +144,9 @@ class _Negotiation:
             for i, spec in enumerate(self._manifest.tensors)
             if spec.name in idle and self._checkpoint[spec.name][0] == spec.shape and spec.shape not in tables
         )
+
+    def _trace_load(self, tensors: Sequence[TensorInfo]) -> PlacementPlan:
+        return trace_plan(self._model.skeleton, self._load, tensors, self._model.boundary)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return self._model.load_weights(self._model.skeleton, tensors)
@@ -188,34 +196,28 @@ class _Negotiation:
             )
 
     def _misfits(self) -> list[str]:
-        """The tensors that the loader can't take, the first of them each with the reason. Where a checkpoint tells how many there
-        are, only these.
-
-        Most loaders raise at the tensor that they were given last. Only if this doesn't explain it each tensor is tried alone:
-        a trial takes as long as a whole load does.
-        """
-        most = SHOWN_MISFITS if self._checkpoint else len(self._tensors)
+        """The first `SHOWN_MISFITS` tensors that the loader can't take, each with the reason. Most loaders raise at the tensor
+        that they were given last; if this doesn't explain it, each tensor is tried alone: as long as a whole load takes."""
         left, raised = {info[0]: info for info in self._tensors}, list[TensorInfo]()
         plan = self._traced
-        while plan.broke and plan.broke_at in left and len(raised) < most:
+        while plan.broke and plan.broke_at in left and len(raised) < SHOWN_MISFITS:
             raised.append(left.pop(plan.broke_at))
-            plan = trace_plan(self._model.skeleton, self._load, list(left.values()))
+            plan = self._trace_load(list(left.values()))
         fitting = [] if plan.broke else list(left.values())
-        plans = [trace_plan(self._model.skeleton, self._load, [*fitting, info]) for info in raised[:SHOWN_MISFITS]]
+        plans = [self._trace_load([*fitting, info]) for info in raised]
         if raised and all(plan.broke for plan in plans):
-            told = [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=False)]
-            return told + [info[0] for info in raised[SHOWN_MISFITS:]]
-        return self._misfits_one_by_one()
+            return [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=True)]
+        return self._misfits_one_by_one(time.monotonic() + ONE_BY_ONE_S)
 
-    def _misfits_one_by_one(self) -> list[str]:
-        alone = {info: trace_plan(self._model.skeleton, self._load, [info]) for info in self._tensors}
-        fitting = [info for info, plan in alone.items() if not plan.broke]
-        wrong: list[str] = []
-        for info, plan in alone.items():
-            if plan.broke and len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
-                plan = trace_plan(self._model.skeleton, self._load, [*fitting, info])
-            if plan.broke:
-                wrong.append(self._misfit(info, plan) if len(wrong) < SHOWN_MISFITS else info[0])
+    def _misfits_one_by_one(self, until_s: float) -> list[str]:
+        in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, self._tensors)
+        alone = {info: self._trace_load([info]) for info in in_time}
+        fitting, wrong = [info for info, plan in alone.items() if not plan.broke], list[str]()
+        for info in (info for info, plan in alone.items() if plan.broke):
+            plan = self._trace_load([*fitting, info])  # a tied head fits only beside its embedding
+            wrong += [self._misfit(info, plan)] if plan.broke else []
+            if len(wrong) == SHOWN_MISFITS or time.monotonic() > until_s:
+                break
         return wrong
 
     def _misfit(self, info: TensorInfo, plan: PlacementPlan) -> str:
@@ -223,10 +225,12 @@ class _Negotiation:
         return f"{info[0]} {list(info[1])} {dtype_name(info[2])}{self._expected(info[0], info[1])}: {why}"
 
     def _listed(self, wrong: list[str]) -> str:
-        if len(wrong) != SHOWN_MISFITS or not (own := self._checkpoint):
+        if len(wrong) < SHOWN_MISFITS:
             return first_few(wrong)
+        own = self._checkpoint
         differ = sum(name not in own or own[name][0] != shape for name, shape, _ in self._tensors)
-        return f"{', '.join(wrong)}, ... ({differ} in all are not as in the engine's checkpoint)"
+        more = f"{differ} in all are not as in the engine's checkpoint" if own else "there may be more"
+        return f"{', '.join(wrong)}, ... ({more})"
 
     def _expected(self, name: str, shape: tuple[int, ...]) -> str:
         """In words, the shape that the engine's own checkpoint has for this tensor; "" if it is the same or unknown."""
@@ -283,14 +287,8 @@ class _Negotiation:
             return ProvenParts()
         if self._prove(traced):
             return ProvenParts()
-        return prove_parts(
-            traced,
-            self._model.skeleton,
-            self._load,
-            self._tensors,
-            self._model.device,
-            self._model.free_share_bytes(self._sharing),
-        )
+        model, free_bytes = self._model, self._model.free_share_bytes(self._sharing)
+        return prove_parts(traced, model.skeleton, self._load, self._tensors, model.device, free_bytes)
 
     def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors]
@@ -351,7 +349,7 @@ class _Negotiation:
         if self._own_load.refusal is None:
             return keys_by_name(self._model.skeleton)[buffer] in self._own_load.extents
         held = self._model.skeleton.get_buffer(buffer)
-        plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
+        plan = self._trace_load([(buffer, tuple(held.shape), held.dtype)])
         return plan.refusal is None and not plan.unused
 
     def _check_layout(self, layout: LiveLayout) -> None:

@@ -67,8 +67,8 @@ class PlacementPlan:
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`. If the plan is refused:
       names with which the loader did nothing.
     - `made_of_nothing`: destinations that the loader computes from memory of its own, into which it loaded no tensor.
-    - `kept`: module and attribute in which the load leaves what it makes of the checkpoint's tensors, beside parameters and
-      buffers. Such a plan is refused. `numbers`: the numbers that modules hold after the load, by module and attribute, if the
+    - `kept`: module and attribute in which the load leaves numbers that it makes of the checkpoint's tensors. Such a plan is
+      refused. `numbers`: the numbers that modules hold after the load, by module and attribute, if the
       loader read values of tensors; a load of other values that leaves other numbers keeps what it makes of them.
     - `uncovered`: parameter -> the exact number of its elements that neither a placement nor a fill writes. Without buffers
       and refused destinations (see `trial_load.loader_coverage` for those).

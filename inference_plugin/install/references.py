@@ -28,9 +28,10 @@ from inference_plugin.install.graph import (
 from inference_plugin.install.late_values import NO_WEIGHTS, LateValues
 from inference_plugin.install.plan import PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
-from inference_plugin.install.stand_in import ABSENT
+from inference_plugin.install.stand_in import ABSENT, frozen
 from inference_plugin.install.standby import LiveTensor
-from inference_plugin.install.traced import plain_numbers
+from inference_plugin.install.storages import equal_bytes
+from inference_plugin.install.traced import numbers_under, plain_numbers
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
@@ -64,9 +65,9 @@ class LiveReferences:
     ) -> None:
         self._post = post
         self._model = post.model
-        held = plain_numbers(self._model.skeleton) if plan.numbers else ()
+        held = plain_numbers(self._model.skeleton, self._model.boundary) if plan.numbers else ()
         self._kept = plan.kept | {place for place, numbers in held if plan.numbers.get(place) != numbers}
-        """The attributes in which a load leaves what it makes of a checkpoint."""
+        """The attributes in which a load leaves numbers that it makes of a checkpoint."""
         self.views: list[LiveTensor] = []
         """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
@@ -139,22 +140,32 @@ class LiveReferences:
     ) -> list[str]:
         found: list[str] = []
         cold = dict(tensors_under(skeleton, self._model.boundary))
-        constructed = self._model.constructed.get(name, ())  # `cold` also has what a load has left there
+        constructed = self._model.constructed.get(name, {})  # `cold` also has what a load has left there
+        loaded = {path for path, was in constructed.items() if path in cold and self._is_loaded(cold[path], was)}
         explained = (*trial.moved, *trial.settled) if trial is not None else ()
         kept = {attribute for owner, attribute in self._kept if owner == name}
         for path, tensor in tensors_under(module, self._model.boundary):
-            if not tensor.numel() or tensor.dtype in NO_WEIGHTS or not self._working.isdisjoint(path):
+            if not tensor.numel() or not self._working.isdisjoint(path):
                 continue
-            if (key := self._post.storages.key_in_live(tensor)) is not None:
+            if path in loaded and not equal_bytes(tensor, cold[path]):
+                if not any(path[: len(known)] == known for known in explained):
+                    found.append(words(name, path))
+            elif tensor.dtype in NO_WEIGHTS:
+                continue
+            elif (key := self._post.storages.key_in_live(tensor)) is not None:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
                     table = _table(holder, path[-1], self._model.boundary)
                     self.views.append(LiveTensor(key, table, path[-1], tensor))  # type: ignore[arg-type]
-            elif path in constructed and path[0] not in kept:
+            elif path in constructed:
                 continue
             elif not any(path[: len(known)] == known for known in explained):
                 found.append(words(name, path))
-        found += [words(name, (attribute,)) for attribute in kept if _holds_numbers(vars(module).get(attribute))]
+        found += [
+            words(name, (attribute,))
+            for attribute in kept
+            if any(True for _ in numbers_under(module, attribute, self._model.boundary, set()))
+        ]
         if trial is not None and trial.moved:
             found += self._watch_lazy_numbers(name, skeleton, module, trial)
         for path, tensor in cold.items():
@@ -164,6 +175,10 @@ class LiveReferences:
             if (problem := self._follow(module, path, self._live[referred])) is not None:
                 found.append(f"{words(name, path)} ({problem})")
         return found
+
+    def _is_loaded(self, tensor: torch.Tensor, constructed: Any) -> bool:
+        """Whether a load has replaced this tensor of the skeleton, or written to it, beside parameters and buffers."""
+        return frozen(tensor) != constructed and self._post.storages.key_in_skeleton(tensor) is None
 
     def _watch_lazy_numbers(self, name: str, skeleton: nn.Module, module: nn.Module, trial: Trial) -> list[str]:
         """Follows attributes of a module's helpers that are None after a load: an engine may keep values there that it computes
@@ -198,11 +213,6 @@ class LiveReferences:
             elif held is not parameter:
                 return "the engine's own copy of a parameter"
         return None
-
-
-def _holds_numbers(value: Any) -> bool:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(each, int | float) for each in held)
 
 
 def _table(holder: Any, name: Hashable, boundary: Boundary) -> Any:

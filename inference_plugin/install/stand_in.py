@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inference_plugin.install.graph import Boundary, Path, captured_by, child_at, copied, helpers_under, state_of
 from inference_plugin.wire.geometry import Region, region_of
 
-__all__ = ["ABSENT", "StandIn"]
+__all__ = ["ABSENT", "StandIn", "frozen"]
 
 ABSENT: Any = object()
 """The value of an attribute that is missing."""
@@ -72,7 +72,7 @@ class StandIn:
             before, now = self._before[path], state_of(node)
             for name in before.keys() | now.keys():
                 value = now.get(name, ABSENT)
-                if value is ABSENT or name not in before or before[name] != _frozen(value):
+                if value is ABSENT or name not in before or before[name] != frozen(value):
                     found[*path, name] = value
         return found
 
@@ -120,7 +120,7 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 def _snapshot(node: Any) -> dict[str, Any]:
-    return {name: _frozen(value) for name, value in state_of(node).items()}
+    return {name: frozen(value) for name, value in state_of(node).items()}
 
 
 class _Same:
@@ -135,15 +135,15 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """A snapshot that compares equal until something in `value` is set or written. It does not enter helpers, which have
     snapshots of their own."""
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
     if isinstance(value, dict):
-        return {key: _frozen(item) for key, item in value.items()}
+        return {key: frozen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_frozen(item) for item in value]
+        return [frozen(item) for item in value]
     return _Same(value)
 
 

@@ -21,9 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.install.coverage import Destination
 from inference_plugin.install.findings import LoadFindings
+from inference_plugin.install.graph import Boundary
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.storages import named_tensors, storage_id, tensors_among, written_tensors
 from inference_plugin.install.traced import (
+    NOTHING,
+    OWN,
     CopiedRegion,
     Derived,
     Joined,
@@ -32,8 +35,11 @@ from inference_plugin.install.traced import (
     check_plain,
     destination,
     floats_among,
+    names_among,
     outermost_first,
     plain_numbers,
+    reading,
+    sent_among,
 )
 from inference_plugin.wire.errors import lacks_resources
 from inference_plugin.wire.geometry import Region, merge_dims, region_of, through_copy
@@ -41,15 +47,18 @@ from inference_plugin.wire.geometry import Region, merge_dims, region_of, throug
 __all__ = ["trace_plan"]
 
 
-def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo]) -> PlacementPlan:
-    """Records what `load_weights` does to `model`, a skeleton, with checkpoint tensors like `tensors`.
+def trace_plan(
+    model: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo], boundary: Boundary | None = None
+) -> PlacementPlan:
+    """Records what `load_weights` does to `model`, a skeleton, with checkpoint tensors like `tensors`. `boundary`: what is no
+    part of the model, where numbers are looked for that the loader keeps.
 
     If the loader raises, the plan holds the error as its refusal. Raises ValueError if a name occurs twice.
     """
     if len({name for name, _, _ in tensors}) != len(tensors):
         raise ValueError("a checkpoint name occurs twice in tensors")
     try:
-        recorder = _Recorder(model, tensors)
+        recorder = _Recorder(model, tensors, boundary or Boundary())
     except (NotImplementedError, RuntimeError) as error:  # sparse or wrapper tensors have no storage
         return PlacementPlan(refusal=f"the model holds a tensor without a plain storage: {error}")
     recorder.record(load_weights)
@@ -66,16 +75,11 @@ _EMPTY = {
 
 _numbering = itertools.count()
 
-_OWN = "the engine's own "
-"""Among the origins of a tensor, stands before the name of a storage of the model."""
-_NOTHING = _OWN + "memory, into which it loaded nothing"
-"""Among the origins of a tensor: memory that the loader took, and read before anything was written there."""
-
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Watches one load. Notes tracked copies instead of making them; all other operations run, on meta tensors."""
 
-    def __init__(self, model: nn.Module, tensors: Sequence[TensorInfo]) -> None:
+    def __init__(self, model: nn.Module, tensors: Sequence[TensorInfo], boundary: Boundary) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._placeholders = {n: torch.empty(shape, dtype=dtype, device="meta") for n, shape, dtype in tensors}
@@ -90,12 +94,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
         self._derived: dict[int, Derived] = {}
         self._fresh: set[int] = set()
-        self._unfilled: set[int] = set()
+        self._unfilled: dict[int, int] = {}
+        """Memory that the loader took as it came: at least how many bytes of it are unwritten, by storage."""
         self._constants: dict[int, Any] = {}
         self._numbers: dict[float, Tensor] = {}
         """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
-        self._floats_before = {place: floats_among(numbers) for place, numbers in plain_numbers(model)}
+        self._boundary = boundary
+        self._floats_before: dict[tuple[str, str], tuple[float, ...]] = {}
+        """The numbers that modules held before the loader read any, by place."""
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -117,7 +124,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._check_bindings()
         self._check_attributes()
         if origins := frozenset().union(*(self._origins(self._numbers[number]) for number in self._unused_numbers)):
-            self.findings.refuse_all(_read(_ATEN._local_scalar_dense.default, origins))
+            self.findings.refuse_all(reading(_ATEN._local_scalar_dense.default, origins))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,12 +135,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         inputs = tensors_among((*args, *kwargs.values()))
         known = {storage_id(tensor) for tensor in inputs}
         written = written_tensors(func, args, kwargs)
-        self._unfilled -= {storage_id(target) for target in written}
+        for target in written:
+            self._written_to(target)
         origins = frozenset().union(*map(self._origins, inputs)) if inputs else frozenset()
         if func is _ATEN._local_scalar_dense.default and self._is_number(args[0]):
             return self._number(args[0])
         if origins and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
-            self.findings.refuse_all(_read(func, origins))
+            self.findings.refuse_all(reading(func, origins))
         for target in written:
             self._write(func, target, args, origins)
             if storage_id(target) in self._dests and not target.is_meta:
@@ -142,7 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             result = func(*args, **kwargs)
         except Exception as error:
             if origins:  # note it here: a loader may catch the exception and do something else
-                self.findings.refuse_all(f"{func} on {_words(origins)} cannot be traced: {error}")
+                self.findings.refuse_all(f"{func} on {names_among(origins)} cannot be traced: {error}")
             raise
         for output in tensors_among((result,)):
             if storage_id(output) not in known:
@@ -155,14 +163,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Notes a copy. Returns whether it is tracked, so that it must not be made."""
         origins = self._origins(source)
         into = storage_id(target)
-        self._unfilled.discard(into)
+        self._written_to(target)
         if into not in self._dests and into not in self._sources and not origins:
             return False
         source = source.expand(target.shape)  # raises what the copy would raise
         if into in self._sources:
             self.findings.mutated(self._sources[into], "copy_")
         elif not target.numel():
-            self.findings.used(_sent(origins))
+            self.findings.used(sent_among(origins))
         elif into in self._dests:
             self._copy_to(self._dests[into], target, source, origins)
         elif into in self._derived or into in self._fresh:
@@ -173,18 +181,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self._derive(target, origins | self._origins(target), "copies into a tensor of the loader's own", copied)
         else:
             self.findings.refuse_all(
-                f"the loader copies {_words(origins)} to a tensor that is neither a parameter nor a buffer"
+                f"the loader copies {names_among(origins)} to a tensor that is neither a parameter nor a buffer"
             )
         return True
 
     def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
-        if read := origins - _sent(origins):
-            if _NOTHING in read:
+        if read := origins - sent_among(origins):
+            if NOTHING in read:
                 self.findings.made_of_nothing(dest.name)
-            if (held := read - {_NOTHING}) and (held != {_OWN + dest.name} or not self.findings.has_written(dest)):
+            if (held := read - {NOTHING}) and (held != {OWN + dest.name} or not self.findings.has_written(dest)):
                 self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
-            how = _NOTHING if _NOTHING in read else "what it held before"
-            self.findings.refuse(dest.name, f"computed from {how}", _sent(origins))
+            how = NOTHING if NOTHING in read else "what it held before"
+            self.findings.refuse(dest.name, f"computed from {how}", sent_among(origins))
             return
         if storage_id(source) in self._constants:
             self._fill(dest, target, self._constants[storage_id(source)])
@@ -198,7 +206,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 raise Refused("copied from a tensor that doesn't come from the checkpoint")
             placement = self._placement(dest, target, source)
         except Refused as reason:
-            self.findings.refuse(dest.name, str(reason), _sent(origins))
+            self.findings.refuse(dest.name, str(reason), sent_among(origins))
         else:
             self.findings.wrote(dest, placement)
 
@@ -244,15 +252,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             elif func is _ATEN.fill_.Tensor and storage_id(args[1]) in self._constants:
                 self._fill(dest, target, self._constants[storage_id(args[1])])
             else:
-                if _NOTHING in origins:
+                if NOTHING in origins:
                     self.findings.made_of_nothing(dest.name)
-                self.findings.refuse(dest.name, f"written by {func}", _sent(origins))
+                self.findings.refuse(dest.name, f"written by {func}", sent_among(origins))
         elif origins:
             if into in self._fresh or into in self._derived:
                 self._derive(target, origins, f"computed by {func}")
             else:
                 self.findings.refuse_all(
-                    f"{func} writes {_words(origins)} to a tensor that is neither a parameter nor a buffer"
+                    f"{func} writes {names_among(origins)} to a tensor that is neither a parameter nor a buffer"
                 )
         self._constants.pop(into, None)
 
@@ -262,7 +270,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return
         self._fresh.add(storage_id(output))
         if func in _EMPTY:
-            self._unfilled.add(storage_id(output))
+            self._unfilled[storage_id(output)] = output.untyped_storage().nbytes()
             self._kept.append(output.untyped_storage())
             return
         if func is _ATEN.scalar_tensor.default:
@@ -304,6 +312,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """A number that no other load was given, in place of the value of `tensor`. If the loader fills something with it, this
         is a copy. If it fills nothing with it, the plan is refused, because the number may decide something. The number is
         negative, and numbers in the proof are not: a loader that treats them differently fails the trace or the proof."""
+        if not self._numbers:
+            self._floats_before = {at: floats_among(found) for at, found in plain_numbers(self._model, self._boundary)}
         number = -731.0 - next(_numbering) * 2.0**-20
         self._numbers[number] = tensor
         self._unused_numbers.add(number)
@@ -312,7 +322,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     # -- where a tensor comes from
 
     def _origins(self, tensor: Tensor) -> frozenset[str]:
-        """Names of the checkpoint tensors and of the model's storages (after `_OWN`) from which `tensor` was made."""
+        """Names of the checkpoint tensors and of the model's storages (after `OWN`) from which `tensor` was made."""
         return self._origins_at(storage_id(tensor))
 
     def _origins_at(self, key: int) -> frozenset[str]:
@@ -320,10 +330,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self.findings.touched(self._sources[key])
             return frozenset((self._sources[key],))
         if key in self._dests:
-            return frozenset((_OWN + self._dests[key].name,))
+            return frozenset((OWN + self._dests[key].name,))
+        made_of = self._derived[key].origins if key in self._derived else frozenset[str]()
+        return made_of | {NOTHING} if key in self._unfilled else made_of
+
+    def _written_to(self, target: Tensor) -> None:
+        key = storage_id(target)
         if key in self._unfilled:
-            return frozenset((_NOTHING,))
-        return self._derived[key].origins if key in self._derived else frozenset()
+            self._unfilled[key] -= target.nbytes
+            if self._unfilled[key] <= 0:
+                del self._unfilled[key]
 
     def _region_shown(self, tensor: Tensor) -> Region | None:
         """The region of a checkpoint tensor of which `tensor` is a view or a plain copy; not normalised."""
@@ -342,6 +358,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         )
 
     def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, copied: CopiedRegion | None = None) -> None:
+        if storage_id(tensor) in self._unfilled:
+            origins -= {NOTHING}  # the rest may be written before anything reads it
         self._derived[storage_id(tensor)] = Derived(origins, how, copied)
         self._kept.append(tensor.untyped_storage())
 
@@ -355,13 +373,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             origins = self._origins_at(after[name][0]) if name in after else frozenset[str]()
             how = "replaced" if name in self._before and name in after else "made" if name in after else "removed"
             self.findings.refuse(
-                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", _sent(origins)
+                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", sent_among(origins)
             )
 
     def _check_attributes(self) -> None:
         """Refuses the plan if a module keeps tensors of the checkpoint, or their values, outside parameters and buffers."""
         if self._numbers:
-            held = dict(plain_numbers(self._model))
+            held = dict(plain_numbers(self._model, self._boundary))
             self.findings.read_numbers(held)
             for place, numbers in held.items():
                 if floats_among(numbers) != self._floats_before.get(place, ()):
@@ -375,25 +393,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                     value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
                 )
                 for held in values:
-                    if isinstance(held, float) and held in self._numbers:
-                        self._unused_numbers.add(held)
-                        self.findings.kept(path, attribute)
                     if isinstance(held, Tensor) and storage_id(held) not in self._dests and self._origins(held):
                         self.findings.refuse_all(
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
                         )
-                        self.findings.kept(path, attribute)
-
-
-def _sent(origins: frozenset[str]) -> frozenset[str]:
-    """Those of the origins that are checkpoint tensors."""
-    return frozenset(name for name in origins if not name.startswith(_OWN))
-
-
-def _read(func: Any, origins: frozenset[str]) -> str:
-    return f"{func} reads the values of {_words(origins)}"
-
-
-def _words(origins: frozenset[str]) -> str:
-    names = sorted(origins)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

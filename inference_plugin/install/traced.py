@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from inference_plugin.install.coverage import Destination
+from inference_plugin.install.graph import PLAIN, Boundary, children_of
 from inference_plugin.install.storages import named_tensors, storage_id
 from inference_plugin.wire.geometry import Region, c_strides
 
 __all__ = [
-    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "floats_among", "outermost_first",
-    "plain_numbers",
+    "NOTHING", "OWN", "CopiedRegion", "Derived", "Joined", "Refused", "attributes_of", "bindings", "check_plain", "destination",
+    "floats_among", "names_among", "numbers_under", "outermost_first", "plain_numbers", "reading", "sent_among",
 ]  # fmt: skip
+
+
+OWN = "the engine's own "
+"""Among the origins of a tensor, stands before the name of a storage of the model."""
+NOTHING = OWN + "memory, into which it loaded nothing"
+"""Among the origins of a tensor: memory that the loader took, and read before all of it was written."""
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 class CopiedRegion(NamedTuple):
@@ -95,16 +104,51 @@ def outermost_first(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
-def plain_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[float, ...]]]:
-    """Numbers and truth values that modules hold as attributes, or in lists, tuples and dicts that are attributes, each with its
-    module and attribute. An unchanged attribute gives an equal tuple, also of numbers that are NaN."""
+def plain_numbers(model: nn.Module, boundary: Boundary) -> Iterator[tuple[tuple[str, str], tuple[float, ...]]]:
+    """The numbers in each attribute of each module, and in the attributes of each of its tensors: `numbers_under`, by module and
+    name. What several attributes hold counts for the first one. An unchanged attribute gives an equal tuple, also of numbers that
+    are NaN."""
+    seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            if numbers := tuple(each for each in held if isinstance(each, int | float)):
+        for name in attributes_of(module):
+            if numbers := tuple(numbers_under(module, name, boundary, seen)):
                 yield (path, name), numbers
+
+
+def attributes_of(module: nn.Module) -> list[str]:
+    """The attributes of a module, and the names of its parameters and buffers."""
+    return [name for name in (*vars(module), *module._parameters, *module._buffers) if name not in _TENSORS]
+
+
+def numbers_under(module: nn.Module, name: str, boundary: Boundary, seen: set[int]) -> Iterator[float]:
+    """Numbers and truth values of an attribute, or in containers and helpers behind it. No whole numbers of helpers and tensors:
+    these often count something. Leaves out the objects in `seen`, and adds to them."""
+    registered = {**module._parameters, **module._buffers}.get(name)
+    stack = [(vars(module).get(name), True) if registered is None else (vars(registered), False)]
+    while stack:
+        item, is_own = stack.pop()
+        if isinstance(item, float | bool) or (isinstance(item, int) and is_own):
+            yield item
+        elif not isinstance(item, (Tensor, *PLAIN)) and id(item) not in seen:
+            seen.add(id(item))
+            is_own = is_own and isinstance(item, (dict, list, tuple))
+            stack += [(child, is_own) for _, child in reversed(children_of(item, boundary))]
 
 
 def floats_among(numbers: tuple[float, ...]) -> tuple[float, ...]:
     """Of numbers that a module holds. Whole numbers and truth values may count loads, or say that there was one."""
     return tuple(number for number in numbers if type(number) is float)
+
+
+def sent_among(origins: frozenset[str]) -> frozenset[str]:
+    """Those of the origins that are checkpoint tensors."""
+    return frozenset(name for name in origins if not name.startswith(OWN))
+
+
+def reading(func: Any, origins: frozenset[str]) -> str:
+    return f"{func} reads the values of {names_among(origins)}"
+
+
+def names_among(origins: frozenset[str]) -> str:
+    names = sorted(origins)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from inference_plugin.install import negotiation
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import GroupOpened
 from tests.install.test_installer import Case, ComputingLoader
@@ -91,6 +92,50 @@ def test_where_all_shapes_are_wrong_the_first_are_named_with_the_expected_ones()
         ModelInstaller(OfACheckpoint(20, 0, 1)).open(manifest_of(tensors), "standby", partial=False)
 
 
+class Counted(PlainEngineModel):
+    """Counts its loads. Its checkpoint can't be read."""
+
+    loads = 0
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        self.loads += 1
+        return super().load_weights(model, tensors)
+
+
+class RaisesAtTheEnd(Counted):
+    """Tells only then that it can't take a tensor."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        held = dict(tensors)
+        unknown = held.pop("extra.weight", None)
+        super().load_weights(model, held.items())
+        assert unknown is None, "unknown tensors"
+        return None
+
+
+def test_where_all_shapes_are_wrong_and_no_checkpoint_tells_the_right_ones_a_few_loads_name_the_first() -> None:
+    model = Counted(20, 0, 1)
+    tensors = {name: torch.zeros(15, 15) for name in checkpoint(1, 20)}
+    with pytest.raises(ManifestMismatch, match=r"embed\.weight \[15, 15\].*, \.\.\. \(there may be more\)"):
+        ModelInstaller(model).open(manifest_of(tensors), "standby", partial=False)
+    assert model.loads < 20
+
+
+@pytest.mark.parametrize(("seconds", "named"), [(10.0, True), (0.0, False)])
+def test_tensors_are_tried_one_by_one_for_a_limited_time(
+    seconds: float, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial of each of many thousands would take hours."""
+    monkeypatch.setattr(negotiation, "ONE_BY_ONE_S", seconds)
+    model = RaisesAtTheEnd(20, 0, 1)
+    tensors = {"extra.weight": torch.zeros(3), **checkpoint(1, 20)}
+    with pytest.raises(
+        ManifestMismatch if named else EngineUnsupported, match=r"extra\.weight" if named else "unknown tensors"
+    ):
+        ModelInstaller(model).open(manifest_of(tensors), "standby", partial=False)
+    assert (model.loads > len(tensors)) is named
+
+
 def test_a_parameter_that_a_smaller_tensor_does_not_fill_is_told_with_that_tensors_expected_shape() -> None:
     class TakesWhatThereIs(OfACheckpoint):
         def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
@@ -146,6 +191,36 @@ def test_a_weight_that_the_loader_makes_of_tensors_that_are_not_sent_refuses_the
         ManifestMismatch, match=r"doesn't send: norm\.weight \(1 in all\); .* also has .*answers\.weight"
     ):
         ModelInstaller(MakesItsNorm(20, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=partial)
+
+
+class MakesItsNormOfHalves(OfACheckpoint):
+    """Brings two tensors together in memory of its own, as engines' loaders for Humming do with parts of a fused layer."""
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {**super().checkpoint(), "upper.weight": ((8,), torch.float32), "lower.weight": ((8,), torch.float32)}
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        whole, held = torch.empty(16), dict(tensors)
+        for half, name in zip(whole.chunk(2), ("upper.weight", "lower.weight"), strict=True):
+            if (sent := held.pop(name, None)) is not None:
+                half.copy_(sent)
+        held.pop("norm.weight", None)
+        super().load_weights(model, held.items())
+        model.get_parameter("norm.weight").data.copy_(whole)
+        return None
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("missing", ["upper.weight", "lower.weight"])
+def test_a_weight_that_the_loader_makes_of_tensors_of_which_one_is_not_sent_refuses_the_group(
+    missing: str, partial: bool
+) -> None:
+    tensors = {name: tensor for name, tensor in checkpoint(1, 20).items() if name != "norm.weight"}
+    tensors |= {"upper.weight": torch.ones(8), "lower.weight": torch.ones(8)}
+    ModelInstaller(MakesItsNormOfHalves(20, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=partial)
+    del tensors[missing]
+    with pytest.raises(ManifestMismatch, match=rf"doesn't send: norm\.weight \(1 in all\); .* also has .*{missing}"):
+        ModelInstaller(MakesItsNormOfHalves(20, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=partial)
 
 
 def opened(model: PlainEngineModel, tensors: dict[str, torch.Tensor]) -> tuple[Manifest, GroupOpened]:

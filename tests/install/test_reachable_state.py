@@ -134,6 +134,65 @@ class FoldingAtOnce(Folding):
         self.folded = self.embed.detach().t().contiguous()
 
 
+class FoldingIntoWhatThereIs(FoldingAtOnce):
+    """Its loader writes into the tensor that its constructor has left, or leaves another one there."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            Model.load_weights(self, [(name, tensor)])
+            if name == "embed":
+                self.fold(tensor * 2)
+
+    def fold(self, tensor: torch.Tensor) -> None:
+        assert self.folded is not None
+        self.folded.copy_(tensor)
+
+
+class FoldingIntoAKernel(FoldingIntoWhatThereIs):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.kernel = Kernel()
+        self.kernel.folded = torch.zeros(SIZE, SIZE)  # type: ignore[attr-defined]
+
+    def fold(self, tensor: torch.Tensor) -> None:
+        self.kernel.folded = tensor  # type: ignore[attr-defined]
+
+
+class FoldingIntoAKernelsMemory(FoldingIntoAKernel):
+    def fold(self, tensor: torch.Tensor) -> None:
+        self.kernel.folded.copy_(tensor)  # type: ignore[attr-defined]
+
+
+class FoldingIntoAList(FoldingIntoWhatThereIs):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.by_name = {"folded": [torch.zeros(SIZE, SIZE)]}
+
+    def fold(self, tensor: torch.Tensor) -> None:
+        self.by_name["folded"][0] = tensor
+
+
+class FoldingBesideAParameter(FoldingIntoWhatThereIs):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.embed.folded = torch.zeros(SIZE, SIZE)  # type: ignore[attr-defined]
+
+    def fold(self, tensor: torch.Tensor) -> None:
+        self.embed.folded = tensor  # type: ignore[attr-defined]
+
+
+class FillingWithOnes(FoldingIntoWhatThereIs):
+    """Writes there whatever the weights are."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.folded = torch.ones(SIZE)
+
+    def fold(self, tensor: torch.Tensor) -> None:
+        assert self.folded is not None
+        self.folded.fill_(1)
+
+
 class Counting(Model):
     """Its loader keeps a number that it makes of a weight."""
 
@@ -406,13 +465,27 @@ def test_parameters_outside_the_model_refuse_the_whole_of_it_by_name_and_no_part
 
 
 @pytest.mark.parametrize("opened", ["the first group", "a later one"])
-@pytest.mark.parametrize("model", [Folding, FoldingAtOnce])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(Folding, FoldingAtOnce, FoldingIntoWhatThereIs, FoldingIntoAKernel, FoldingIntoAKernelsMemory),
+        *(FoldingIntoAList, FoldingBesideAParameter),
+    ],
+)
 def test_a_weight_that_the_loader_derives_itself_refuses_the_model_by_name(opened: str, model: type[Model]) -> None:
     engine = Engine(model=model)
     if opened == "a later one":
         engine.load_weights(engine.skeleton, weights(0).items())  # as the trial load of a group before it
     with pytest.raises(EngineUnsupported, match=r"folded"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+def test_a_tensor_that_the_loader_fills_with_the_same_for_any_weights_refuses_no_model() -> None:
+    engine, manifest = Engine(model=FillingWithOnes), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "copy", partial=False)
+    update(installer, manifest, weights(1))
+    assert engine.state() == cold(1)
 
 
 class CountingInAList(Counting):
@@ -446,6 +519,29 @@ class Filling(Counting):
                 super().load_weights([(name, tensor)])
 
 
+class CountingInAKernel(Counting):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.inverse: Any = self.holder()
+        self.inverse.alpha = 1.0
+
+    def holder(self) -> Any:
+        return Kernel()
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            Model.load_weights(self, [(name, tensor)])
+            if name == "scale":
+                number = tensor.item()
+                self.scale.data.fill_(number)
+                self.inverse.alpha = 1 / number
+
+
+class CountingOnAParameter(CountingInAKernel):
+    def holder(self) -> Any:
+        return nn.Parameter(torch.zeros(0))
+
+
 class CountingBesideNaN(Counting):
     """What is NaN before and after the load was not made by it."""
 
@@ -455,7 +551,20 @@ class CountingBesideNaN(Counting):
 
 
 @pytest.mark.parametrize(
-    "model", [Counting, CountingInAList, CountingInWhole, Signed, Clamped, Filling, CountingBesideNaN]
+    "model",
+    [
+        *(
+            Counting,
+            CountingInAList,
+            CountingInWhole,
+            Signed,
+            Clamped,
+            Filling,
+            CountingInAKernel,
+            CountingOnAParameter,
+        ),
+        CountingBesideNaN,
+    ],
 )
 def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_by_name(model: type[Model]) -> None:
     manifest = manifest_of({**weights(0), "scale": torch.ones(1)})
