@@ -31,6 +31,7 @@ class LoadFindings:
         self._broke_at = ""
         self._made_of_nothing: set[str] = set()
         self._kept: set[tuple[str, str]] = set()
+        self._elsewhere: set[int] = set()
         self._numbers: Mapping[tuple[str, str], tuple[float, ...]] = {}
         self._casts: dict[str, str] = {}
         self._wanted: dict[str, torch.dtype] = {}
@@ -69,6 +70,11 @@ class LoadFindings:
         """The whole plan is unusable."""
         self._refusal = self._refusal or reason
 
+    def wrote_elsewhere(self, what: str, storage: int) -> None:
+        """The loader writes to memory that is neither of the model's parameters and buffers nor its own."""
+        self._elsewhere.add(storage)
+        self.refuse_all(f"{what} to a tensor that is neither a parameter nor a buffer")
+
     def made_of_nothing(self, destination: str) -> None:
         """The loader writes memory of its own there, into which it loaded nothing."""
         self._made_of_nothing.add(destination)
@@ -97,6 +103,7 @@ class LoadFindings:
                 unused=untouched,
                 made_of_nothing=frozenset(self._made_of_nothing),
                 kept=frozenset(self._kept),
+                elsewhere=frozenset(self._elsewhere),
                 numbers=self._numbers,
             )
         writes = self._writes

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import textwrap
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -15,6 +12,7 @@ from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
+from inference_plugin.install.misfits import Misfits, expected_shape
 from inference_plugin.install.parts import ProvenParts, prove_parts
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
@@ -28,12 +26,6 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
 __all__ = ["agree"]
-
-SHOWN_MISFITS, SHOWN_CHARACTERS = 8, 200
-"""Tensors that an error names, and characters of the loader's reason for each: vLLM's lists all parameters of the model."""
-
-ONE_BY_ONE_S = 10.0
-"""Longest time in which each tensor is tried alone."""
 
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool, sharing: int = 1) -> Agreement:
@@ -79,7 +71,7 @@ class _Negotiation:
             why_loader += f"; not part by part: {proven.why}" if proven.why else ""
             coverage = self._cover_by_loader(self._tensors)
             ignored = self._ignored(coverage)
-            loaded = coverage.written if plan.refusal is not None else loaded
+            loaded = coverage.written  # a trace that no proof bears out may have missed some
             uncovered = coverage.left(ties)
         layout = LiveLayout(self._model, plan, ties, loaded, self._free_for_trials())
         unfilled: tuple[str, ...] = ()
@@ -169,9 +161,10 @@ class _Negotiation:
                     hint="send the whole model as one group",
                     phase="open",
                 )
-            if plan.broke and (wrong := self._misfits()):
+            misfits = Misfits(self._trace_load, self._tensors, self._traced, self._checkpoint)
+            if plan.broke and (listed := misfits.listed()):
                 raise ManifestMismatch(
-                    f"the engine's model can't take: {self._listed(wrong)}",
+                    f"the engine's model can't take: {listed}",
                     hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
                     "trainer's adapter; else compare shapes and names (see rename=) with the engine's; nothing was changed",
                     phase="open",
@@ -195,51 +188,9 @@ class _Negotiation:
                 f"several tensors of the manifest fill the same elements: {first_few(list(plan.doubled))}", phase="open"
             )
 
-    def _misfits(self) -> list[str]:
-        """The first `SHOWN_MISFITS` tensors that the loader can't take, each with the reason. Most loaders raise at the tensor
-        that they were given last; if this doesn't explain it, each tensor is tried alone: as long as a whole load takes."""
-        left, raised = {info[0]: info for info in self._tensors}, list[TensorInfo]()
-        plan = self._traced
-        while plan.broke and plan.broke_at in left and len(raised) < SHOWN_MISFITS:
-            raised.append(left.pop(plan.broke_at))
-            plan = self._trace_load(list(left.values()))
-        fitting = [] if plan.broke else list(left.values())
-        plans = [self._trace_load([*fitting, info]) for info in raised]
-        if raised and all(plan.broke for plan in plans):
-            return [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=True)]
-        return self._misfits_one_by_one(time.monotonic() + ONE_BY_ONE_S)
-
-    def _misfits_one_by_one(self, until_s: float) -> list[str]:
-        in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, self._tensors)
-        alone = {info: self._trace_load([info]) for info in in_time}
-        fitting, wrong = [info for info, plan in alone.items() if not plan.broke], list[str]()
-        for info in (info for info, plan in alone.items() if plan.broke):
-            plan = self._trace_load([*fitting, info])  # a tied head fits only beside its embedding
-            wrong += [self._misfit(info, plan)] if plan.broke else []
-            if len(wrong) == SHOWN_MISFITS or time.monotonic() > until_s:
-                break
-        return wrong
-
-    def _misfit(self, info: TensorInfo, plan: PlacementPlan) -> str:
-        why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
-        return f"{info[0]} {list(info[1])} {dtype_name(info[2])}{self._expected(info[0], info[1])}: {why}"
-
-    def _listed(self, wrong: list[str]) -> str:
-        if len(wrong) < SHOWN_MISFITS:
-            return first_few(wrong)
-        own = self._checkpoint
-        differ = sum(name not in own or own[name][0] != shape for name, shape, _ in self._tensors)
-        more = f"{differ} in all are not as in the engine's checkpoint" if own else "there may be more"
-        return f"{', '.join(wrong)}, ... ({more})"
-
-    def _expected(self, name: str, shape: tuple[int, ...]) -> str:
-        """In words, the shape that the engine's own checkpoint has for this tensor; "" if it is the same or unknown."""
-        own, _ = self._checkpoint.get(name, (shape, None))
-        return f", expected {list(own)} as in the engine's checkpoint" if own != shape else ""
-
     def _reshaped(self) -> str:
         """In words, the tensors whose shapes are not those of the engine's own checkpoint."""
-        told = ((name, shape, self._expected(name, shape)) for name, shape, _ in self._tensors)
+        told = ((name, shape, expected_shape(self._checkpoint, name, shape)) for name, shape, _ in self._tensors)
         differ = [f"{name} {list(shape)}{expected}" for name, shape, expected in told if expected]
         return f"; shapes differ: {first_few(differ, 3)}" if differ else ""
 

@@ -62,14 +62,16 @@ class PlacementPlan:
     - `fills`: constants, which a replay writes before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
       that the loader needs for it; empty if they are unknown.
-    - `refusal`: why the whole plan is unusable; everything but `unused`, `made_of_nothing`, `kept` and `numbers` is then empty.
-      `broke`: the loader raised. `broke_at`: the tensor that it had been given last; "" if none.
+    - `refusal`: why the whole plan is unusable; everything but `unused`, `made_of_nothing`, `kept`, `elsewhere` and `numbers` is
+      then empty. `broke`: the loader raised. `broke_at`: the tensor that it had been given last; "" if none.
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`. If the plan is refused:
       names with which the loader did nothing.
     - `made_of_nothing`: destinations that the loader computes from memory of its own, into which it loaded no tensor.
     - `kept`: module and attribute in which the load leaves numbers that it makes of the checkpoint's tensors. Such a plan is
       refused. `numbers`: the numbers that modules hold after the load, by module and attribute, if the
       loader read values of tensors; a load of other values that leaves other numbers keeps what it makes of them.
+    - `elsewhere`: `storage_id` of tensors beside parameters and buffers to which the loader writes checkpoint tensors. Such a
+      plan is refused.
     - `uncovered`: parameter -> the exact number of its elements that neither a placement nor a fill writes. Without buffers
       and refused destinations (see `trial_load.loader_coverage` for those).
     - `doubled`: destinations where placements overlap, so that the order of names decides. `repeats`: placements that were left
@@ -90,6 +92,7 @@ class PlacementPlan:
     unused: tuple[str, ...] = ()
     made_of_nothing: frozenset[str] = frozenset()
     kept: frozenset[tuple[str, str]] = frozenset()
+    elsewhere: frozenset[int] = frozenset()
     numbers: Mapping[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     uncovered: Mapping[str, int] = field(default_factory=dict)
     doubled: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.replay import Copies, Replay
-from inference_plugin.install.storages import storage_id, storage_views, written_tensors
+from inference_plugin.install.storages import keys_by_name, storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, materialised
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import EngineUnsupported, lacks_resources
@@ -143,6 +143,9 @@ class _Proof:
         sent = {n: torch.Size(s).numel() * dtype.itemsize for n, s, dtype in tensors if n not in self._tied}
         self._nbytes = {"source": sent, "planned": storages, "refused": storages}
         """The memory of tensors and storages in a proof. Tied tensors share theirs."""
+        idle = {keys_by_name(skeleton)[name] for name in plan.uncovered} - plan.extents.keys() - plan.refused.keys()
+        self._idle = sorted(idle) if sum(storages[key] for key in idle) <= BUDGET_BYTES // 8 else []
+        """Destinations that the plan doesn't write: in each batch, because `_Watch` doesn't see what other threads write."""
         self._memory = _Memory(0)
 
     def run_batches(self, budget_bytes: float) -> dict[str, str]:
@@ -185,6 +188,7 @@ class _Proof:
 
     def _batch(self, members: Sequence[Member]) -> _Batch:
         names: dict[str, list[str]] = {kind: [] for kind in self._nbytes}
+        members = [*members, *(("planned", key) for key in self._idle)]
         for kind, name in members:
             names[kind].append(name)
         sources = sorted(names["source"], key=self._order.__getitem__)

@@ -30,7 +30,7 @@ from inference_plugin.install.plan import PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT, frozen
 from inference_plugin.install.standby import LiveTensor
-from inference_plugin.install.storages import equal_bytes
+from inference_plugin.install.storages import equal_bytes, storage_id
 from inference_plugin.install.traced import numbers_under, plain_numbers
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.errors import EngineUnsupported, first_few
@@ -68,6 +68,7 @@ class LiveReferences:
         held = plain_numbers(self._model.skeleton, self._model.boundary) if plan.numbers else ()
         self._kept = plan.kept | {place for place, numbers in held if plan.numbers.get(place) != numbers}
         """The attributes in which a load leaves numbers that it makes of a checkpoint."""
+        self._elsewhere = plan.elsewhere
         self.views: list[LiveTensor] = []
         """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
@@ -178,7 +179,8 @@ class LiveReferences:
 
     def _is_loaded(self, tensor: torch.Tensor, constructed: Any) -> bool:
         """Whether a load has replaced this tensor of the skeleton, or written to it, beside parameters and buffers."""
-        return frozen(tensor) != constructed and self._post.storages.key_in_skeleton(tensor) is None
+        is_other = frozen(tensor) != constructed or storage_id(tensor) in self._elsewhere
+        return is_other and self._post.storages.key_in_skeleton(tensor) is None
 
     def _watch_lazy_numbers(self, name: str, skeleton: nn.Module, module: nn.Module, trial: Trial) -> list[str]:
         """Follows attributes of a module's helpers that are None after a load: an engine may keep values there that it computes

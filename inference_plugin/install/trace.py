@@ -180,9 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             copied = CopiedRegion(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
             self._derive(target, origins | self._origins(target), "copies into a tensor of the loader's own", copied)
         else:
-            self.findings.refuse_all(
-                f"the loader copies {names_among(origins)} to a tensor that is neither a parameter nor a buffer"
-            )
+            self.findings.wrote_elsewhere(f"the loader copies {names_among(origins)}", into)
         return True
 
     def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
@@ -255,13 +253,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 if NOTHING in origins:
                     self.findings.made_of_nothing(dest.name)
                 self.findings.refuse(dest.name, f"written by {func}", sent_among(origins))
-        elif origins:
-            if into in self._fresh or into in self._derived:
+        elif into in self._fresh or into in self._derived:
+            if origins:
                 self._derive(target, origins, f"computed by {func}")
-            else:
-                self.findings.refuse_all(
-                    f"{func} writes {names_among(origins)} to a tensor that is neither a parameter nor a buffer"
-                )
+        elif origins or (func is _ATEN.fill_.Scalar and args[1] in self._numbers):
+            self.findings.wrote_elsewhere(f"{func} writes {names_among(origins) or 'a number of the checkpoint'}", into)
         self._constants.pop(into, None)
 
     def _made(self, func: Any, output: Tensor, args: Sequence[Any], origins: frozenset[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,8 @@ from inference_plugin.wire.errors import EngineUnsupported, first_few
 __all__ = ["Trial", "finished_alike", "kind_of", "needs_no_checkpoint", "run_trials"]
 
 CHOICES = (bool, enum.Enum, torch.dtype, type)
-"""Types of values by which post-processing may choose what it does. Of others only the type counts: numbers and names often
-differ from layer to layer."""
+"""Types of values by which post-processing may choose what it does, beside texts without the numbers in them: the names of layers
+differ in these. Of others only the type counts: numbers often differ from layer to layer."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,12 @@ def kind_of(post: PostProcessing, module: str) -> Any:
     )
 
 
+_NUMBERS_IN_NAMES = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
 def _choice(value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return _NUMBERS_IN_NAMES.sub("#", value)
     return value if isinstance(value, CHOICES) else type(value)
 
 

@@ -22,7 +22,7 @@ class Negates:
         self.always = always
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if self.always or layer.negates or layer.scale is not None or layer.table is not None:
+        if self.always or layer.negates or layer.mode != "keep" or layer.scale is not None or layer.table is not None:
             layer.weight.data.neg_()  # type: ignore[union-attr, operator]
 
 
@@ -31,6 +31,7 @@ class Layer(nn.Module):
         super().__init__()
         self.quant_method = Negates()
         self.negates = False
+        self.mode = "keep"
         self.scale: float | None = None
         self.register_buffer("table", None)
         self.weight = nn.Parameter(torch.empty(2, 2), requires_grad=False)
@@ -39,6 +40,7 @@ class Layer(nn.Module):
 CHOICES: dict[str, Callable[[Layer], object]] = {
     "the method's flag": lambda layer: setattr(layer, "quant_method", Negates(always=True)),
     "the layer's flag": lambda layer: setattr(layer, "negates", True),
+    "the layer's mode": lambda layer: setattr(layer, "mode", "negate"),
     "an attribute that others lack": lambda layer: setattr(layer, "scale", 1.0),
     "a buffer that others lack": lambda layer: layer.register_buffer("table", torch.ones(2), persistent=False),
 }

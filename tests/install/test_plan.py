@@ -734,6 +734,21 @@ def test_copies_in_other_threads_are_not_seen_and_show_as_uncovered() -> None:
     assert (plan.placements, plan.uncovered, plan.unused) == ((), {"w": 5}, ("w",))
 
 
+@pytest.mark.parametrize("names", [("w", "s"), ("w",)])
+def test_the_proof_finds_what_another_thread_writes_beside_the_plan(names: tuple[str, ...]) -> None:
+    def load(model: nn.Module, name: str, tensor: Tensor) -> None:
+        if name == "w":
+            default(model, "w", tensor)
+        if name == names[-1]:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(default, model, "s", tensor).result()
+
+    case = Case(lambda: Bag({"w": (5,), "s": (5,)}), load, dict.fromkeys(names, (5,)))
+    plan = case.trace()
+    assert (list(plan.extents), plan.uncovered) == (["w"], {"s": 5})
+    assert case.prove(plan) == "s: the replay differs from the real load"
+
+
 def test_a_loader_that_wants_every_name_is_proven_in_one_go() -> None:
     case = Case(lambda: Bag({"a": (2,), "b": (2,)}), default, {"a": (2,), "b": (2,)})
 

@@ -160,7 +160,7 @@ class FoldingIntoAKernel(FoldingIntoWhatThereIs):
 
 class FoldingIntoAKernelsMemory(FoldingIntoAKernel):
     def fold(self, tensor: torch.Tensor) -> None:
-        self.kernel.folded.copy_(tensor)  # type: ignore[attr-defined]
+        self.kernel.folded.data.copy_(tensor)  # type: ignore[attr-defined]
 
 
 class FoldingIntoAList(FoldingIntoWhatThereIs):
@@ -542,6 +542,24 @@ class CountingOnAParameter(CountingInAKernel):
         return nn.Parameter(torch.zeros(0))
 
 
+class CountingInAConstant(Filling):
+    """Also fills a tensor that is no parameter with the number."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        del self.inverse
+        self.inverse: Any = torch.zeros(1)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "scale":
+                number = tensor.item()
+                self.scale.data.fill_(number)
+                self.inverse.data.fill_(number)
+            else:
+                Model.load_weights(self, [(name, tensor)])
+
+
 class CountingBesideNaN(Counting):
     """What is NaN before and after the load was not made by it."""
 
@@ -553,17 +571,8 @@ class CountingBesideNaN(Counting):
 @pytest.mark.parametrize(
     "model",
     [
-        *(
-            Counting,
-            CountingInAList,
-            CountingInWhole,
-            Signed,
-            Clamped,
-            Filling,
-            CountingInAKernel,
-            CountingOnAParameter,
-        ),
-        CountingBesideNaN,
+        *(Counting, CountingInAList, CountingInWhole, Signed, Clamped, Filling),
+        *(CountingInAKernel, CountingOnAParameter, CountingInAConstant, CountingBesideNaN),
     ],
 )
 def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_by_name(model: type[Model]) -> None:
