@@ -165,8 +165,7 @@ class _Negotiation:
             if plan.broke and (listed := misfits.listed()):
                 raise ManifestMismatch(
                     f"the engine's model can't take: {listed}",
-                    hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
-                    "trainer's adapter; else compare shapes and names (see rename=) with the engine's; nothing was changed",
+                    hint=misfits.hint(),
                     phase="open",
                 )
             return

@@ -62,6 +62,40 @@ def test_a_tensor_that_the_engine_lacks_is_named_alone_and_briefly_and_the_hint_
     assert len(raised.value.message) < 400 and "exclude=" in raised.value.hint
 
 
+class KnowsItsCheckpoint(NamesAllParameters):
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint(0).items()}
+
+
+def of_peft(name: str) -> str:
+    return "base_model.model." + name.replace("q.weight", "q.base_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (
+            {n.removeprefix("layers."): t for n, t in checkpoint(1).items()},
+            "names begin with 'layers.': give the whole",
+        ),
+        (
+            {f"model.{n}": t for n, t in checkpoint(1).items()} | {"v.weight": torch.ones(3)},
+            "don't begin with 'model.'",
+        ),
+        ({of_peft(n): t for n, t in checkpoint(1).items()}, "give the PEFT model itself"),
+        ({n: t[::2] if ".q." in n else t for n, t in checkpoint(1).items()}, "one of 2 tensor-parallel shards"),
+        ({n: torch.zeros(15, 15) for n in checkpoint(1)}, "leave out what the engine lacks"),
+    ],
+    ids=["a part of the model", "a wrapper", "PEFT's state dict", "a shard", "another model"],
+)
+def test_what_was_given_is_told_once_from_the_names_and_shapes_that_the_loader_refuses(
+    given: dict[str, torch.Tensor], hint: str
+) -> None:
+    with pytest.raises(ManifestMismatch) as raised:
+        ModelInstaller(KnowsItsCheckpoint(2, 0, 1)).open(manifest_of(given), "standby", partial=False)
+    assert hint in raised.value.hint and raised.value.message.count("the loader raised") == 1
+
+
 class OfACheckpoint(PlainEngineModel):
     """Counts its loads, each of which takes a real engine's model as long as the number of its tensors."""
 
