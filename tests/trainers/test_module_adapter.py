@@ -715,6 +715,17 @@ def test_ranks_compare_some_of_each_kind_of_matrix(layers: int) -> None:
         assert len(names) <= 16
 
 
+def test_ranks_compare_trained_vectors_and_no_statistics_of_their_own_batches() -> None:
+    """A bias or a norm whose gradients one rank did not reduce is a mixed model as any other; running means are not."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LayerNorm(4))
+    model[2].weight.requires_grad_(False)
+    compared = set()
+    for rank in range(2):
+        source = ModuleAdapter(model, rank=rank, world_size=2)
+        compared |= {source.manifest().tensors[piece.box.tensor].name for piece in source.kept_equal()}
+    assert compared == {"0.weight", "0.bias", "1.weight", "1.bias", "2.bias"}
+
+
 def test_small_tensors_stay_whole() -> None:
     model = {f"t{i}": torch.full((100, 3), float(i)) for i in range(9)}
     sources = [ModuleAdapter(model, rank=rank, world_size=4) for rank in range(4)]

@@ -42,10 +42,9 @@ from trainer_adapters.sources.plan import (
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_one_of_several_experts
 from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
-from trainer_adapters.sources.streams import Stream, module_ties
+from trainer_adapters.sources.streams import Stream, module_ties, trained_names
 
 __all__ = ["LocalShards", "Runs", "ScanOptions", "ScannedSource"]
-
 
 MOST_READINGS = 2
 """Tensors of different shapes that may begin in the same memory: a head may be the first rows of the embedding. More of them lie
@@ -250,12 +249,15 @@ class ScannedSource(WeightSource):
             else:
                 shared.setdefault(local_shards.ranks, []).extend((position, one) for one in planned)
                 places[local_shards.ranks] = local_shards.place
+        infos, trained = plan.infos, trained_names(self._module) if self._module is not None else set()
         kept_equal: dict[int, list[PlannedSlice]] = {}
         for ranks, entries in shared.items():
             all_boxes = [one.box for _, one in entries]
             boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
             others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
-            equal = some_of(plan.manifest, others)
+            equal = some_of(
+                plan.manifest, others, {i for i, (at, _) in enumerate(entries) if infos[at].name in trained}
+            )
             equal = equal if self._in_memory else beginnings(plan.manifest, equal)
             for shares, found in ((boxes, sent), (equal, kept_equal)):
                 for i, box in shares.items():

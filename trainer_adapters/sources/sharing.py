@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from inference_plugin.wire.config import PIECE_BYTES
@@ -45,18 +45,23 @@ def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size:
     return shares
 
 
-def some_of(manifest: Manifest, shares: dict[int, Box]) -> dict[int, Box]:
-    """A few of the boxes that another rank sends, of two or more dimensions: of each kind of tensor, which is its name without
-    numbers, some that are spread evenly over the layers. So experts are among them, and what tensor parallelism divides, of which
-    ranks may hold different parts under one name. Boxes of one dimension may differ between ranks without an error: statistics
-    that each rank keeps of its own batches."""
+def some_of(manifest: Manifest, shares: dict[int, Box], trained: Collection[int] = ()) -> dict[int, Box]:
+    """A few of the boxes that another rank sends: of each kind of tensor, which is its name without numbers, some that are spread
+    evenly over the layers. So experts are among them, and what tensor parallelism divides, of which ranks may hold different
+    parts under one name. Boxes of fewer than two dimensions only from `trained`: others may differ between ranks without an
+    error, such as statistics that each rank keeps of its own batches."""
+    matrices = [position for position, box in shares.items() if len(box.sizes) > 1]
+    vectors = [position for position, box in shares.items() if len(box.sizes) < 2 and position in trained]
+    return {i: shares[i] for some in (matrices, vectors) for i in _some_of_each_kind(manifest, shares, some)}
+
+
+def _some_of_each_kind(manifest: Manifest, shares: dict[int, Box], positions: list[int]) -> list[int]:
     kinds: dict[str, list[int]] = {}
-    for position, box in shares.items():
-        if len(box.sizes) > 1:
-            kinds.setdefault(re.sub(r"\d+", "", manifest.tensors[box.tensor].name), []).append(position)
+    for position in positions:
+        kinds.setdefault(re.sub(r"\d+", "", manifest.tensors[shares[position].tensor].name), []).append(position)
     some = _spread(list(kinds.values()), KINDS)
     each = max(1, COMPARED // max(1, len(some)))
-    return {position: shares[position] for kind in some for position in _spread(kind, each)}
+    return [position for kind in some for position in _spread(kind, each)]
 
 
 def beginnings(manifest: Manifest, shares: dict[int, Box]) -> dict[int, Box]:

@@ -23,6 +23,7 @@ __all__ = [
     "module_ties",
     "pairs_of",
     "stream_of",
+    "trained_names",
     "walk",
     "wrapped",
 ]
@@ -64,6 +65,16 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
                 yield prefix + name, buffer
 
     return stream
+
+
+def trained_names(module: torch.nn.Module) -> set[str]:
+    """The names of the parameters that have a gradient, as `module_stream` gives them."""
+    return {
+        prefix + name
+        for prefix, part in walk(module)
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    }
 
 
 def stream_of(model: Any) -> Stream:
