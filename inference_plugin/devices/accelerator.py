@@ -14,7 +14,7 @@ import torch
 from inference_plugin.devices.base import ByteCopy, Device, Mark, Queue, SharedMemory, Unused
 from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
 from inference_plugin.devices.digests import LONGEST_MEDIUM_BYTES, Digests, TorchDigests
-from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.errors import TransportUnavailable, lacks_resources
 from inference_plugin.wire.pages import populate
 
 __all__ = ["Accelerator"]
@@ -114,13 +114,12 @@ class Accelerator(Device):
         _driver().copy(self.current(), self.current_queue().cuda_stream, copies)
 
     def new_digests(self) -> Digests:
-        if self._digests is None:
-            self._digests = self._chosen_digests()
-        return self._digests()
+        return (self._digests or self._chosen_digests())()
 
     def _chosen_digests(self) -> type[Digests]:
         """Triton's, if its kernels run here: to build them it needs a C compiler and Python's headers, which images without a
-        development kit lack."""
+        development kit lack. Where only memory was short, they are tried again for the next digests."""
+        self._digests = TorchDigests
         if self.type == "cuda":
             try:
                 from inference_plugin.devices.digest_kernels import TritonDigests
@@ -132,9 +131,11 @@ class Accelerator(Device):
                 logger.warning(
                     "weightwire: digests on the device are slow, as Triton's kernels don't run here: %s", error
                 )
+                if lacks_resources(error):
+                    self._digests = None
             else:
-                return TritonDigests
-        return TorchDigests
+                self._digests = TritonDigests
+        return self._digests or TorchDigests
 
     # --- memory that processes share -----------------------------------------------------------------------------------
 

@@ -40,6 +40,25 @@ def test_where_triton_finds_no_compiler_digests_are_made_by_torch_and_the_log_sa
     ]
 
 
+def test_kernels_for_which_memory_was_short_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class ShortOnce(TorchDigests):
+        def _read(self, pieces: object) -> None:
+            made.append("kernels")
+            if len(made) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            super()._read(pieces)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(
+        sys.modules, "inference_plugin.devices.digest_kernels", SimpleNamespace(TritonDigests=ShortOnce)
+    )
+    device, tensor = InHostMemory("cuda"), any_bits(torch.uint8, 5000)
+    for tried in (1, 3, 4):  # again once there is room, then without a trial
+        assert device.digests([tensor]) == [digest_bytes(tensor.numpy())]
+        assert len(made) == tried
+
+
 class XpuEvent:
     """Takes what `torch.xpu.Event` takes."""
 
