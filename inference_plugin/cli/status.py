@@ -10,6 +10,7 @@ from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
 from inference_plugin.net import addresses
 from inference_plugin.net.records import last_report
+from inference_plugin.wire.errors import ConfigError
 from inference_plugin.wire.messages import GroupStatus, ReplicaCard
 from inference_plugin.wire.reports import UpdateReport
 
@@ -39,6 +40,10 @@ def status(job: str | None, as_json: bool) -> None:
         problem(f"runs without the plug-in: {text}")
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
+        try:
+            addresses.check_writable(job)
+        except ConfigError as error:
+            problem(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
         for root in addresses.elsewhere(job):
             line(f"this job has replicas in {root}: set WEIGHTWIRE_RUNTIME_DIR to it")
         if others := addresses.other_jobs(job):

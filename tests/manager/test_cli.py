@@ -27,6 +27,7 @@ from tests.manager.test_relatives import tear
 from tests.support.commands import weightwire
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, fork, kill
+from tests.support.small_disk import full, small_disk
 from trainer_adapters import SyncManager
 
 
@@ -166,6 +167,15 @@ def test_an_engine_that_outlives_the_process_that_started_it_is_orphaned_and_doc
         assert code == 1 and f"{rig.replica}: orphaned: process {os.getpid()}, which started this engine" in problem
     finally:
         rig.end()
+
+
+def test_status_says_where_it_finds_no_replica_that_a_full_disk_may_be_why(directory: Path) -> None:
+    with small_disk() as path:
+        assert "PROBLEM" not in shown("status", WEIGHTWIRE_RUNTIME_DIR=str(path))[1]
+        with full(path):
+            printed = shown("status", WEIGHTWIRE_RUNTIME_DIR=str(path))[1]
+    assert "no replica of job" in printed
+    assert "PROBLEM: nothing can be written into" in printed and "No space left" in printed
 
 
 def test_status_says_once_that_a_replica_is_torn_and_why(directory: Path) -> None:

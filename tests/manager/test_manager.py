@@ -25,6 +25,7 @@ from inference_plugin.transports import shm
 from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
+    ArgumentError,
     CommitFailed,
     ConfigError,
     DigestMismatch,
@@ -231,6 +232,13 @@ def test_a_failed_update_in_the_background_is_in_future_and_callback(manager: Sy
     future = manager.update_async(source(1), 1, lambda done: called.set_result(done.exception()))
     assert isinstance(future.exception(60), PeerLost)
     assert called.result(600) is future.exception()
+
+
+def test_a_callback_that_is_no_function_is_refused_before_the_update_begins(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    with pytest.raises(ArgumentError, match="callback=5 is a int"):
+        manager.update_async(source(1), 1, callback=5)  # type: ignore[arg-type]
+    assert manager.update(source(2), 2).version == 2 and holds(rig, 2)
 
 
 def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncManager, directory: Path) -> None:

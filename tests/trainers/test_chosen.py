@@ -133,3 +133,5 @@ def test_one_dtype_is_a_rule_for_all_names() -> None:
     assert source_for(model, dtype="bfloat16").manifest() == manifests[0]
     with pytest.raises(ArgumentError, match=r"torch\.bfloat16 or its name"):
         source_for(model, dtype=16)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"dtype='bf16': unknown .* use one of .*bfloat16.*, or 'engine'"):
+        source_for(model, dtype="bf16")

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from inference_plugin.wire.errors import ProtocolError
+from inference_plugin.wire.errors import ConfigError, ProtocolError
 from inference_plugin.wire.manifest import Manifest, TensorSpec
+from trainer_adapters import ModuleAdapter
 from trainer_adapters.sources.differing import another_model, packed
 from trainer_adapters.sources.exchange import exchange_device
+from trainer_adapters.sources.gather import gathered
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -47,6 +49,11 @@ def test_bytes_are_exchanged_where_the_group_has_a_backend(
         assert exchange_device(None, near) == expected
     finally:
         dist.destroy_process_group()
+
+
+def test_gathering_without_torch_distributed_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"not initialised.*dist\.init_process_group"):
+        next(gathered(ModuleAdapter({"a": torch.ones(2)})))
 
 
 @pytest.mark.parametrize(

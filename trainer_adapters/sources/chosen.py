@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import ArgumentError
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.selection import DtypeRules, Rules
 from trainer_adapters.sources.sharded import (
@@ -205,7 +205,12 @@ def _rules(dtype: object) -> DtypeRules:
             f"dtype={dtype!r} is a {type(dtype).__name__}",
             hint="a dtype is torch.bfloat16 or its name, 'bfloat16'; for several, give the adapter dtype_rules",
         )
-    return DtypeRules(dtype)
+    try:
+        return DtypeRules(dtype)
+    except ManifestMismatch as error:
+        raise ArgumentError(
+            f"dtype={dtype!r}: {error.message}", hint=f"{error.hint}, or 'engine' for the engine's own"
+        ) from None
 
 
 def _check_pairs(pairs: Iterable[Any]) -> None:

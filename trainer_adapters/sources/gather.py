@@ -28,7 +28,7 @@ import torch.distributed as dist
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.cover import check_exact_cover
-from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ErrorInfo, ManifestMismatch, WeightwireError
 from inference_plugin.wire.geometry import Box, box_volume, split_box
 from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.tensors import narrowed, torch_dtype
@@ -54,12 +54,18 @@ def gathered(
 
     A tensor is valid until the next one is requested. Raises on all ranks: `ManifestMismatch` if the manifests differ or the
     claims don't cover them; if a rank's source raises, its error on that rank and `WeightwireError` on the others.
-    `bucket_bytes`: rank 0's applies; default the environment's (see `Config`).
+    `bucket_bytes`: rank 0's applies; default the environment's (see `Config`). `ConfigError` without torch.distributed.
     """
     if bucket_bytes is None:
         bucket_bytes = Config.from_environment().bucket_bytes
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "gathered() needs torch.distributed, which is not initialised",
+            hint="call dist.init_process_group before; one process alone holds the tensors that its source's slices() yields",
+            side="trainer",
+        )
     group = process_group or dist.distributed_c10d._get_default_group()
     device = exchange_device(group)
     manifest, claims, bucket_bytes, scratch = _agree(source, bucket_bytes, device, group)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from inference_plugin.wire.errors import ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ArgumentError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.reports import UpdateReport
 
 __all__ = ["GRACE_S", "PendingUpdate", "called_from_inside", "still_running", "wait_for"]
@@ -63,6 +63,14 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         if (early := self._waited("exception()", timeout)) is None:
             return super().exception(timeout or 0)
         return self._failure_of(early)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[UpdateReport]], object]) -> None:
+        """As for any future. Raises `ArgumentError` at once if `fn` can't be called, where the future would log it in the end."""
+        if not callable(fn):
+            raise ArgumentError(
+                f"callback={fn!r} is a {type(fn).__name__}", hint="a callback takes the finished future"
+            )
+        super().add_done_callback(fn)
 
     @property
     def released(self) -> bool:
