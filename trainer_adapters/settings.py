@@ -98,7 +98,12 @@ class Settings:
             _warn_once(text)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises `ConfigError`, a ValueError, for a value that the setting does not allow."""
+        """Raises `ConfigError`, a ValueError, for a value that the setting does not allow, and for a setting that there isn't."""
+        if name not in type(self).__dataclass_fields__ and not hasattr(type(self), name):
+            names = ", ".join((*type(self).__dataclass_fields__, "timeout_s"))
+            raise ConfigError(f"a manager has no setting {name!r}", hint=f"its settings are {names}")
+        if name == "config" and not isinstance(value, Config):
+            value = config_of(value)
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
         if name == "stragglers" and not isinstance(value, Quorum | BestEffort) and value not in ("report", "all"):

@@ -71,7 +71,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if not self.tensors:
             raise ManifestMismatch(
                 "the manifest names no tensor",
-                hint="look at what exclude= and rename= leave of the model, and at what the export yields",
+                hint="look at what exclude= and rename= leave of the model, and at what the export yields; if rank 0 alone has "
+                "the tensors (full_state_dict=True), ExportAdapter(lambda: state) takes them on every rank",
             )
 
     def check(self) -> Manifest:

@@ -58,7 +58,7 @@ def test_nothing_at_all_is_no_version(start: Start, partial: bool) -> None:
     """Such as a model of which exclude= leaves out all, or an export that yields nothing."""
     rig = start()
     with SyncManager(partial=partial, timeout_s=60) as manager:
-        with pytest.raises(ManifestMismatch, match="names no tensor"):
+        with pytest.raises(ManifestMismatch, match=r"names no tensor.*ExportAdapter\(lambda: state\)"):
             manager.update(ModuleAdapter(checkpoint(1), exclude=["*"]))
         assert manager.versions() == {rig.replica: None}
 
@@ -217,6 +217,11 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
     ),
     "settings": (lambda _: SyncManager(config={"timeout_s": 1}), "config={'timeout_s': 1} is a dict"),  # type: ignore[arg-type]
     "no settings": (lambda _: SyncManager(config=""), "config='' is a str"),  # type: ignore[arg-type]
+    "settings later": (lambda m: setattr(m.settings, "config", 5), "config=5 is a int"),
+    "a misspelt setting": (
+        lambda m: setattr(m.settings, "timeout", 5),
+        "no setting 'timeout' -- its settings are group,",
+    ),
     "a group without ranks": (
         lambda _: SyncManager(process_group="x"),  # type: ignore[arg-type]
         "process_group= was given, and torch.distributed is not initialised",

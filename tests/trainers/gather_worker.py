@@ -110,13 +110,15 @@ def export_of(model: nn.Module, yields: Callable[[int], bool]) -> Callable[[], I
     return export
 
 
-def exported(yields: Callable[[int], bool]) -> Result:
+def exported(yields: Callable[[int], bool], *, made: Callable[[Any], Any] = iter) -> Result:
+    """`made`: what the function returns, of its pairs."""
     model = shard_layers(tiny_qwen3())
+    export = export_of(model, yields)
     options: dict[str, Any] = {
         "dtype_rules": {"*norm.weight": torch.float32, "*": torch.bfloat16},
         "exclude": ["*.1.*"],
     }
-    result = both_ways(ExportAdapter(export_of(model, yields), **options), 100_000)
+    result = both_ways(ExportAdapter(lambda: made(export()), **options), 100_000)
     ours = observe(FSDPAdapter(model, **options))
     return {**result, "same": sorted_manifest(result) == sorted_manifest(ours), "sent": len(result["slices"])}
 
@@ -131,7 +133,8 @@ def exported_on_all_ranks() -> Result:
 
 
 def exported_on_rank_0() -> Result:
-    return exported(lambda i: dist.get_rank() == 0)
+    """A mapping, as torch's `get_model_state_dict` with `full_state_dict=True` makes it: the other ranks' are empty."""
+    return exported(lambda i: dist.get_rank() == 0, made=dict)
 
 
 def exported_by_stages() -> Result:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from inference_plugin.wire.cover import check_exact_cover
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view
 from trainer_adapters import DtypeRules, ExportAdapter, LocalSlice, ModuleAdapter, WeightSource
@@ -468,6 +468,19 @@ def test_an_iterator_that_can_be_read_once_is_refused_with_advice() -> None:
         ModuleAdapter(Net().named_parameters())
     with pytest.raises(TypeError, match="not int"):
         ModuleAdapter(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [Net().parameters, lambda: None, lambda: Net().second.weight.unbind()])
+def test_a_function_that_returns_no_pairs_is_told_what_to_give(given: Any) -> None:
+    """A tensor of two rows would be taken for a pair of them."""
+    with pytest.raises(ArgumentError, match=r"such as model\.named_parameters"):
+        ModuleAdapter(given).manifest()
+
+
+@pytest.mark.parametrize("given", [list(Net().named_parameters()), Net()])
+def test_an_export_that_is_no_function_is_refused_before_the_ranks_meet(given: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"is no function .*model\.named_parameters, without the brackets"):
+        ExportAdapter(given)
 
 
 def test_a_callable_that_returns_its_iterator_twice_is_found_out() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import dtype_name, narrowed
 from trainer_adapters.sources.base import LocalSlice
@@ -29,6 +29,7 @@ from trainer_adapters.sources.plan import Dims, LocalShard, whole_shard
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import beginnings
+from trainer_adapters.sources.streams import Pairs, pairs_of
 
 if TYPE_CHECKING:
     from trainer_adapters.sources.placements import Spread
@@ -37,7 +38,7 @@ __all__ = ["ExportAdapter", "TensorMetadata"]
 
 logger = logging.getLogger(__name__)
 
-Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Export = Callable[[], Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]]
 Metadata = Callable[[], Iterable[tuple[str, "TensorMetadata"]]]
 
 HINT = (
@@ -69,7 +70,7 @@ class _Item(NamedTuple):
 
 class ExportAdapter(ExchangedSource):
     """A source for `export`, a function that the ranks call together and that returns a fresh iterable of `(name,
-    tensor)`, for example Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`.
+    tensor)`, or a mapping, for example Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`.
 
     Names are the checkpoint's; tensors are on any device, and whole or DTensors, of which each rank sends its shards. A rank may
     yield all of them, some or none: of a tensor or shard that several ranks yield, each sends a share; of DTensors on several
@@ -100,7 +101,13 @@ class ExportAdapter(ExchangedSource):
         exclude: Iterable[str] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._export = export
+        given: object = export
+        if not callable(given) or isinstance(given, torch.nn.Module):
+            raise ArgumentError(
+                f"a {type(given).__name__} is no function that returns (name, tensor) pairs",
+                hint="such as model.named_parameters, without the brackets; `update(model)` takes the model itself",
+            )
+        self._export: Callable[[], Pairs] = lambda: pairs_of(export())
         self._first: list[_Item] = []
         self._shards: list[tuple[int, LocalShard]] = []
         """Of each box of this rank's inventory, the position of its tensor in the export, and where it lies."""
@@ -108,7 +115,7 @@ class ExportAdapter(ExchangedSource):
         self._spread = functools.cache(_spread)  # meshes are slow to ask, and models repeat their shapes
 
         def look() -> Inventory:
-            self._first = self._look(export() if metadata is None else metadata())
+            self._first = self._look(self._export() if metadata is None else metadata())
             self._shards = [(position, shard) for position, item in enumerate(self._first) for shard in item.shards]
             return Inventory([box for item in self._first for box in item.boxes()])
 

@@ -32,6 +32,8 @@ Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
 _WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
 
+PAIRS = "give what yields (name, tensor), such as model.named_parameters"
+
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
 
 
@@ -87,10 +89,12 @@ def stream_of(model: Any) -> Stream:
             f"a {type(model).__name__} can be read only once, while every update reads it again: pass a "
             "callable that returns a fresh one, e.g. `lambda: model.named_parameters()`"
         )
-    if isinstance(model, Iterable):
+    if isinstance(model, list | tuple):
         return lambda: model
+    if isinstance(model, Iterable):
+        return lambda: _checked(model)
     if callable(model):
-        return lambda: pairs_of(model())
+        return lambda: _checked(pairs_of(model()))
     raise ArgumentError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
 
 
@@ -98,6 +102,17 @@ def pairs_of(tensors: Any) -> Pairs:
     """The pairs of a mapping or of an iterable of pairs."""
     pairs: Pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     return pairs
+
+
+def _checked(pairs: Any) -> Iterator[tuple[str, Any]]:
+    """The pairs, one at a time. Raises `ArgumentError` for anything else, such as what `model.parameters()` yields."""
+    if not isinstance(pairs, Iterable):
+        raise ArgumentError(f"a {type(pairs).__name__} came where pairs are expected", hint=PAIRS)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ArgumentError(f"a {type(pair).__name__} came where (name, tensor) is expected", hint=PAIRS)
+        yield pair  # type: ignore[misc]
+        del pair  # before the next tensor is made
 
 
 def module_ties(module: torch.nn.Module) -> dict[str, str]:
