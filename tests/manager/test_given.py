@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,6 +73,18 @@ def test_the_same_model_is_read_anew_for_each_update(start: Start, manager: Sync
     manager.update(weights)
     assert holds(rig, 2)
     assert manager.versions() == {rig.replica: 2}
+
+
+def test_a_mapping_that_is_cleared_after_its_update_frees_its_tensors(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    state = checkpoint(1)
+    tensors = [weakref.ref(tensor) for tensor in state.values()]
+    manager.update(state)
+    state.clear()
+    gc.collect()
+    assert not any(tensor() is not None for tensor in tensors)
+    manager.update(checkpoint(2))
+    assert holds(rig, 2)
 
 
 def test_dtype_says_what_a_rule_for_all_names_says(start: Start, manager: SyncManager) -> None:
