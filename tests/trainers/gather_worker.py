@@ -21,7 +21,15 @@ from tests.trainers.dtensor_worker import parallel_qwen3, two_dimensions
 from tests.trainers.fsdp1_worker import CPU, Images, wrap
 from tests.trainers.fsdp_worker import Odd, shard_layers, shard_odd
 from tests.trainers.observing import Result, main, observe, refused, tiny_qwen3, tiny_qwen3_moe
-from trainer_adapters import DTensorAdapter, ExportAdapter, FSDPAdapter, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters import (
+    DTensorAdapter,
+    ExportAdapter,
+    FSDPAdapter,
+    LocalSlice,
+    ModuleAdapter,
+    SyncManager,
+    WeightSource,
+)
 from trainer_adapters.sources.gather import gathered
 
 MIB = 1 << 20
@@ -198,6 +206,20 @@ def a_rank_fails_before_its_adapter() -> Result:
     return {"alone": alone, "together": refused(made)}
 
 
+def a_rank_makes_its_manager_meanwhile() -> Result:
+    """Rank 1 makes them in another order than the other ranks."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+
+    def adapter() -> None:
+        ExportAdapter(lambda: [("a", torch.ones(4))], process_group=group)
+
+    def manager() -> None:
+        SyncManager(process_group=group, timeout_s=20)
+
+    crosswise = refused(manager if dist.get_rank() == 1 else adapter)
+    return {"crosswise": crosswise, "together": refused(adapter)}
+
+
 def gathering_goes_on_when_nobody_takes() -> Result:
     source = FSDPAdapter(shard_layers(tiny_qwen3()))
     group = dist.new_group(timeout=timedelta(seconds=120))
@@ -331,6 +353,7 @@ CASES = [
     export_is_wrong,
     export_goes_on_when_nobody_takes,
     a_rank_fails_before_its_adapter,
+    a_rank_makes_its_manager_meanwhile,
     gathering_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
     stages_as_modules,

@@ -84,6 +84,14 @@ def test_a_rank_that_never_makes_its_adapter_is_named_and_the_next_adapter_is_ma
     assert [rank["together"]["error"] for rank in seen] == [None] * len(seen)
 
 
+def test_ranks_that_make_an_adapter_and_a_manager_in_different_orders_are_told_so_at_once(ranks: Ranks) -> None:
+    """The adapter waited in its collectives for a rank that had never come to them."""
+    for rank in of(ranks, "a_rank_makes_its_manager_meanwhile"):
+        assert rank["crosswise"]["error"] == "ConfigError"
+        assert "trainer rank 1 makes its SyncManager while rank 0 makes its adapter" in rank["crosswise"]["text"]
+        assert rank["together"]["error"] is None
+
+
 def test_a_rank_that_closes_what_it_gathers_leaves_no_other_waiting(ranks: Ranks) -> None:
     seen = of(ranks, "gathering_goes_on_when_nobody_takes")
     assert [rank["taken"] for rank in seen] == [1 if i == 1 else rank["next"] for i, rank in enumerate(seen)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 
 __all__ = ["exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet", "meet_for_collectives"]
 
@@ -33,6 +33,13 @@ ANSWER_S = 1.0
 """The other ranks wait this many seconds longer than rank 0, which tells them which ranks are missing."""
 
 
+class _Record(msgspec.Struct, frozen=True):
+    """What a rank brings to a rendezvous, and for which call."""
+
+    making: str
+    mine: bytes
+
+
 class _Met(msgspec.Struct, frozen=True):
     """The result of a rendezvous: every rank's record, or the error that ended it."""
 
@@ -46,11 +53,11 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float, maki
     For a call that some ranks may never make. `making`: what that call makes, for errors.
 
     1. rank 0 takes the rendezvous' number and opens it;
-    2. every other rank stores its record under that number;
+    2. every other rank stores its record, and what it makes, under that number;
     3. rank 0 closes the rendezvous and stores all records, or its error, for the others.
 
     Called on every rank of `group` (None: the default group). Ranks that called it raise `SyncTimeout`, which names the missing
-    ranks. A failed rendezvous doesn't affect the next one.
+    ranks; where ranks make different things, all raise `ConfigError`. A failed rendezvous doesn't affect the next one.
     """
     deadline_s = time.monotonic() + timeout_s
     store: Any = dist.distributed_c10d._get_process_group_store(group or dist.distributed_c10d._get_default_group())
@@ -59,7 +66,7 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float, maki
         return _lead(store, mine, size, deadline_s, timeout_s, making)
     _wait(store, [OPEN], [0], deadline_s, timeout_s, making)
     number = store.add(NUMBER, 0)
-    store.set(f"{PREFIX}/{number}/{rank}", mine)
+    store.set(f"{PREFIX}/{number}/{rank}", msgspec.msgpack.encode(_Record(making, mine)))
     _wait(store, [f"{PREFIX}/{number}"], [0], deadline_s + ANSWER_S, timeout_s, making)
     met = decode_as(store.get(f"{PREFIX}/{number}"), _Met)
     if met.error is not None:
@@ -83,7 +90,17 @@ def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: floa
     places = {rank: f"{PREFIX}/{number}/{rank}" for rank in range(1, size)}
     try:
         _wait(store, list(places.values()), list(places), deadline_s, timeout_s, making)
-        met = _Met((mine, *(store.get(place) for place in places.values())))
+        others = [decode_as(store.get(place), _Record) for place in places.values()]
+        for rank, other in enumerate(others, 1):
+            if other.making != making:
+                raise ConfigError(
+                    f"trainer rank {rank} makes its {other.making} while rank 0 makes its {making}",
+                    hint="make managers and adapters on every rank in the same order",
+                    side="trainer",
+                    rank=rank,
+                    phase="start",
+                )
+        met = _Met((mine, *(other.mine for other in others)))
     except WeightwireError as error:
         met = _Met(error=error.info())
         raise
