@@ -315,7 +315,8 @@ class _Negotiation:
             raise ManifestMismatch(
                 f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}"
                 f"{self._reshaped()}",
-                hint="the trainer's tensors for these are smaller than the engine's",
+                hint="the trainer's tensors for these are smaller than the engine's; "
+                + hint_for_misfits(self._tensors, self._checkpoint),
                 phase="open",
             )
         if unknown := layout.unaccounted:

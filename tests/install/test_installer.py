@@ -366,6 +366,17 @@ def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_
     installer.open(manifest_of(narrow, TIED), "standby", partial=False)
 
 
+def test_a_tensor_that_is_half_of_the_checkpoints_is_told_to_look_like_a_shard_where_the_loader_pads() -> None:
+    class OfACheckpoint(PaddingLoader):
+        def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint(0).items()}
+
+    half = checkpoint(1) | {"norm.weight": checkpoint(1)["norm.weight"][:8]}
+    with pytest.raises(ManifestMismatch) as raised:
+        ModelInstaller(OfACheckpoint(2, 0, 1)).open(manifest_of(half, TIED), "standby", partial=False)
+    assert "smaller than the engine's; these look like one of 2 tensor-parallel shards" in raised.value.hint
+
+
 class ZonedCase(Case):
     """As `Case`; what is prepared is a zone, filled place by place, whose other bytes are 0xFF."""
 
