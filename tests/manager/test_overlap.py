@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.manager.test_manager import holds, source, waiting
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, kill
+from trainer_adapters import LocalSlice, ModuleAdapter
 from trainer_adapters.settings import BestEffort, Quorum
 
 
@@ -137,6 +138,39 @@ def test_weights_may_change_once_they_are_read_while_the_update_goes_on(start: S
         rig.ask("go on")
         assert pending.result(600).version == 1
     assert holds(rig, 1)
+
+
+class TrainsOn(ModuleAdapter):
+    """A step runs after so many slices: nobody waited for the update."""
+
+    def __init__(self, model: dict[str, torch.Tensor], after: int, step: Callable[[torch.Tensor], object]) -> None:
+        super().__init__(model)
+        self._weights, self._after, self._step_of = model, after, step
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for position, item in enumerate(super().slices()):
+            if position == self._after:
+                for tensor in self._weights.values():
+                    self._step_of(tensor)
+            yield item
+
+    def slices_last(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("after", [1, 5, 13])
+def test_a_step_while_the_weights_are_read_is_found_out_and_the_old_version_stays(start: Start, after: int) -> None:
+    rig = start(tp=2)
+    weights = checkpoint(2)
+    weights["norm.weight"][0] = torch.nan
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        with pytest.raises(ManifestMismatch, match=r"changed while they were read: .*wait_released") as raised:
+            manager.update(TrainsOn(weights, after, lambda tensor: tensor.add_(1)), 2)
+        assert (raised.value.side, raised.value.phase) == ("trainer", "stage")
+        assert holds(rig, 1)
+        manager.update(TrainsOn(weights, after, lambda tensor: tensor.add_(0)), 3)
+        assert manager.versions() == {rig.replica: 3}
 
 
 @pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream", "collective"])

@@ -47,8 +47,8 @@ class WeightSource(ABC):
       update: the old version stays in service.
     - `claims()` lists the boxes that `slices()` will yield, so that gaps and overlaps between ranks are found before a byte
       moves. A source that can't know them returns None; its slices are then checked after they are written.
-    - Nobody changes the model between the first slice and the last. Such a change goes unnoticed, because the digests are made
-      from the mixed values.
+    - Nobody changes the model between the first slice and the last: the digests are made from the mixed values. Where
+      `slices_last()` is True, the beginnings of a few matrices are compared afterwards, which finds most such changes.
     """
 
     may_be_cut: ClassVar[bool] = True

@@ -23,6 +23,7 @@ from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.update.agreement import digests_of
 from trainer_adapters.update.cutting import cut_slices, edges_of
 from trainer_adapters.update.finite import FiniteCheck
+from trainer_adapters.update.samples import Samples
 from trainer_adapters.update.together import SlicesTogether
 
 __all__ = ["Writer"]
@@ -91,9 +92,12 @@ class Writer:
             edges = self._cut.edges
             piece_bytes = _piece_bytes(go)
             source.expect_reads(len(go.transports))
+            samples = Samples(manifest, len(source.claims() or ())) if source.slices_last() else None
             for passes, way in enumerate(go.transports, 1):
                 with self._taken(source, together, deadline_s) as slices:
-                    cut = cut_slices(_arrived(slices), edges, self._cut.parts)
+                    arrived = _arrived(slices)
+                    read = samples.watch(arrived) if samples is not None and passes == 1 else arrived
+                    cut = cut_slices(read, edges, self._cut.parts)
                     watched = finite.watch(cut) if finite is not None and passes == 1 else cut
                     delivery = Delivery(
                         go.txn,
@@ -112,6 +116,8 @@ class Writer:
                     raise ManifestMismatch("the source yielded other slices, or other bytes, the second time")
                 pieces = written
                 costs.append(stats)
+            if samples is not None:
+                samples.check()
             if finite is not None:
                 finite.raise_found()
             copies, kept_equal = _compared(manifest, source, edges, piece_bytes) if go.copies else ((), ())
