@@ -65,7 +65,7 @@ class Misfits:
         sent = {name: shape for name, shape, _ in self._tensors}
         own = {name: shape for name, (shape, _) in self._checkpoint.items()}
         if any(".lora_A." in name or ".base_layer." in name for name in sent):
-            hint = "these are names of a PEFT model's state dict: give the PEFT model itself, whose adapters are merged as it is sent"
+            hint = "these are names of a PEFT model's state dict: give the PEFT model itself, which is merged as it is sent"
         elif lacking := _prefix(sent, own):
             hint = (
                 f"the engine's names begin with {lacking!r}: give the whole model, such as AutoModelForCausalLM's, not a part of "
