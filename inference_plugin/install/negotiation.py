@@ -161,11 +161,10 @@ class _Negotiation:
                     hint="send the whole model as one group",
                     phase="open",
                 )
-            misfits = Misfits(self._trace_load, self._tensors, self._traced, self._checkpoint)
-            if plan.broke and (listed := misfits.listed()):
+            if plan.broke and (listed := self._misfits.listed()):
                 raise ManifestMismatch(
                     f"the engine's model can't take: {listed}",
-                    hint=misfits.hint(),
+                    hint=self._misfits.hint(),
                     phase="open",
                 )
             return
@@ -186,6 +185,10 @@ class _Negotiation:
             raise ManifestMismatch(
                 f"several tensors of the manifest fill the same elements: {first_few(list(plan.doubled))}", phase="open"
             )
+
+    @property
+    def _misfits(self) -> Misfits:
+        return Misfits(self._trace_load, self._tensors, self._traced, self._checkpoint)
 
     def _reshaped(self) -> str:
         """In words, the tensors whose shapes are not those of the engine's own checkpoint."""
@@ -316,7 +319,7 @@ class _Negotiation:
                 f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}"
                 f"{self._reshaped()}",
                 hint="the trainer's tensors for these are smaller than the engine's; "
-                + hint_for_misfits(self._tensors, self._checkpoint),
+                + self._misfits.hint(),
                 phase="open",
             )
         if unknown := layout.unaccounted:

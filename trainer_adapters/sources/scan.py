@@ -255,9 +255,8 @@ class ScannedSource(WeightSource):
             all_boxes = [one.box for _, one in entries]
             boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
             others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
-            equal = some_of(
-                plan.manifest, others, {i for i, (at, _) in enumerate(entries) if infos[at].name in trained}
-            )
+            learnt = {i for i, (position, _) in enumerate(entries) if infos[position].name in trained}
+            equal = some_of(plan.manifest, others, learnt)
             equal = equal if self._in_memory else beginnings(plan.manifest, equal)
             for shares, found in ((boxes, sent), (equal, kept_equal)):
                 for i, box in shares.items():
