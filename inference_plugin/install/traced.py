@@ -15,7 +15,7 @@ from inference_plugin.install.storages import named_tensors, storage_id
 from inference_plugin.wire.geometry import Region, c_strides
 
 __all__ = [
-    "NOTHING", "OWN", "CopiedRegion", "Derived", "Joined", "Refused", "attributes_of", "bindings", "check_plain", "destination",
+    "NOTHING", "OWN", "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination",
     "floats_among", "names_among", "numbers_under", "outermost_first", "plain_numbers", "reading", "sent_among",
 ]  # fmt: skip
 
@@ -110,14 +110,11 @@ def plain_numbers(model: nn.Module, boundary: Boundary) -> Iterator[tuple[tuple[
     are NaN."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name in attributes_of(module):
+        for name in dict.fromkeys((*vars(module), *module._parameters, *module._buffers)):
+            if name in _TENSORS:
+                continue
             if numbers := tuple(numbers_under(module, name, boundary, seen)):
                 yield (path, name), numbers
-
-
-def attributes_of(module: nn.Module) -> list[str]:
-    """The attributes of a module, and the names of its parameters and buffers."""
-    return [name for name in (*vars(module), *module._parameters, *module._buffers) if name not in _TENSORS]
 
 
 def numbers_under(module: nn.Module, name: str, boundary: Boundary, seen: set[int]) -> Iterator[float]:
