@@ -29,6 +29,7 @@ class LoadFindings:
         self._refusal: str | None = None
         self._broke = False
         self._broke_at = ""
+        self._untraceable: Exception | None = None
         self._made_of_nothing: set[str] = set()
         self._kept: set[tuple[str, str]] = set()
         self._elsewhere: set[int] = set()
@@ -87,9 +88,18 @@ class LoadFindings:
         """The loader read values of tensors, and modules hold these numbers after it."""
         self._numbers = held
 
-    def broke(self, reason: str, last: str) -> None:
-        """The loader raised: it can't take these tensors, at least not on the meta device. `last`: the one it was given last."""
-        self._broke, self._broke_at = True, last
+    def untraceable(self, reason: str, error: Exception) -> None:
+        """An operation on a checkpoint tensor raised `error`."""
+        self._untraceable = error
+        self.refuse_all(reason)
+
+    def broke(self, reason: str, last: str, error: Exception) -> None:
+        """The loader raised `error`: it can't take these tensors. `last`: the one it was given last."""
+        if error is self._untraceable and isinstance(error, NotImplementedError):
+            # Meta tensors can't do what it does with them. Real ones may fit: a real load tells.
+            self._touched.update(self._names)
+        else:
+            self._broke, self._broke_at = True, last
         self.refuse_all(reason)
 
     def plan(self) -> PlacementPlan:

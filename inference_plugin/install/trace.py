@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             if lacks_resources(error):
                 raise
             last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
-            self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}", self._handed_out)
+            self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}", self._handed_out, error)
             return
         self._check_bindings()
         self._check_attributes()
@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             result = func(*args, **kwargs)
         except Exception as error:
             if origins:  # note it here: a loader may catch the exception and do something else
-                self.findings.refuse_all(f"{func} on {names_among(origins)} cannot be traced: {error}")
+                self.findings.untraceable(f"{func} on {names_among(origins)} cannot be traced: {error}", error)
             raise
         for output in tensors_among((result,)):
             if storage_id(output) not in known:

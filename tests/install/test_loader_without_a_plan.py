@@ -96,6 +96,27 @@ def test_what_was_given_is_told_once_from_the_names_and_shapes_that_the_loader_r
     assert hint in raised.value.hint and raised.value.message.count("the loader raised") == 1
 
 
+class JoinsInHostMemory(PlainEngineModel):
+    """Takes a weight only together with a factor of it, and moves both to the host, which no meta tensor can: as vLLM loads the
+    adapters of Jina's embedding models."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        held = dict(tensors)
+        for name in [name for name in held if name.endswith(".factor")]:
+            weight = held[name.removesuffix(".factor")].to("cpu") * held.pop(name).to("cpu")
+            held[name.removesuffix(".factor")] = weight
+        return super().load_weights(model, held.items())
+
+
+def test_tensors_that_a_loader_takes_only_together_are_no_misfits_where_it_needs_their_values() -> None:
+    tensors = checkpoint(1) | {"norm.weight.factor": torch.full((16,), 3.0)}
+    terms = ModelInstaller(JoinsInHostMemory(2, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=False)
+    assert terms.mechanism == "loader" and "cannot be traced" in terms.why
+    lone = manifest_of({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, TIED)
+    with pytest.raises(WeightwireError, match=r"norm\.weight"):
+        ModelInstaller(JoinsInHostMemory(2, 0, 1)).open(lone, "standby", partial=False)
+
+
 class OfACheckpoint(PlainEngineModel):
     """Counts its loads, each of which takes a real engine's model as long as the number of its tensors."""
 
