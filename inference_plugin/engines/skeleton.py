@@ -59,7 +59,7 @@ def build_skeleton(
         ropes.clear()
         ropes.update(kept)
     constants = {
-        name: built[id(parameter)]
+        name: built[id(parameter)].to(parameter.dtype)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) in built
     }
@@ -100,8 +100,9 @@ def _modules_in(table: dict[Any, Any]) -> dict[Any, nn.Module]:
 @contextlib.contextmanager
 def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
     """Moves every parameter that is registered meanwhile to meta, as the same object; one of a single element moves at the end.
-    `built` gets the values of small ones."""
-    register = nn.Module.register_parameter
+    `built` gets the values of small ones. A constructor that moves a part of the model to a device (Kimi-K2.5 in vLLM) leaves it
+    where it is: torch refuses to move a parameter from meta."""
+    register, move = nn.Module.register_parameter, nn.Module.to
     keep: list[Any] = []  # an id in `built` stays its parameter's
     storages: dict[int, torch.Tensor] = {}
     single: list[nn.Parameter] = []
@@ -128,13 +129,18 @@ def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
         swap: Any = torch.utils.swap_tensors  # type: ignore[attr-defined, unused-ignore]
         swap(param, _on_meta(param, storages if is_view else {}))
 
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return self if dtype is None else move(self, dtype)
+
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
     try:
         yield
         for param in single:
             to_meta(param)
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter, nn.Module.to = register, move  # type: ignore[method-assign]
 
 
 def _buffers_to_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:

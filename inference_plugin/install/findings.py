@@ -95,8 +95,9 @@ class LoadFindings:
 
     def broke(self, reason: str, last: str, error: Exception) -> None:
         """The loader raised `error`: it can't take these tensors. `last`: the one it was given last."""
-        if error is self._untraceable and isinstance(error, NotImplementedError):
-            # Meta tensors can't do what it does with them. Real ones may fit: a real load tells.
+        if isinstance(error, NotImplementedError) and self._untraceable in (error, error.__context__):
+            # Meta tensors can't do what it does with them (torch raises another error for a module). Real ones may fit: a real
+            # load tells.
             self._touched.update(self._names)
         else:
             self._broke, self._broke_at = True, last

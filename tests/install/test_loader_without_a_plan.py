@@ -117,6 +117,20 @@ def test_tensors_that_a_loader_takes_only_together_are_no_misfits_where_it_needs
         ModelInstaller(JoinsInHostMemory(2, 0, 1)).open(lone, "standby", partial=False)
 
 
+class MovesAPart(PlainEngineModel):
+    """Moves a part of the model to the engine's device once it is loaded, as vLLM does for MiniCPM-V."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        loaded = super().load_weights(model, tensors)
+        model.get_submodule("norm").to("cpu")
+        return loaded
+
+
+def test_a_loader_that_moves_a_part_of_the_model_to_a_device_installs_itself() -> None:
+    terms = ModelInstaller(MovesAPart(2, 0, 1)).open(manifest_of(checkpoint(1), TIED), "standby", partial=False)
+    assert terms.mechanism == "loader" and "cannot be traced" in terms.why
+
+
 class OfACheckpoint(PlainEngineModel):
     """Counts its loads, each of which takes a real engine's model as long as the number of its tensors."""
 

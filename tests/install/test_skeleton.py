@@ -50,6 +50,25 @@ def test_a_constructor_may_read_the_value_of_a_parameter_of_one_element() -> Non
     assert nn.Module.register_parameter is register
 
 
+class MovesItsParts(nn.Module):
+    """Moves what it has made to the engine's device, as Kimi-K2.5 in vLLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Norm(8).to(device="cpu", dtype=torch.bfloat16)
+        self.projector = Norm(8).to("cpu")
+
+
+def test_a_constructor_may_move_a_part_of_the_model_to_a_device_and_to_a_dtype() -> None:
+    move = nn.Module.to
+    model, constants = build_skeleton(MovesItsParts, torch.no_grad())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    dtypes = {"tower.weight": torch.bfloat16, "projector.weight": torch.float32}
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    assert {name: held.dtype for name, held in constants.items()} == dtypes
+    assert nn.Module.to is move
+
+
 LAYERS: dict[str, nn.Module] = {}
 """As an engine has them: `vllm.model_executor.layers.hpc.rope_norm._hpc_rope_norm_instances`, for one."""
 
