@@ -168,8 +168,14 @@ the products of blocks in FP8, of MXFP4 and of experts, as above.
 tensors, and the checkpoint has the published names and configuration. Others that it lacks, such as *step3_text*, are written by
 name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel on a CPU: the tests multiply.
 
-Models that read images or hear sounds, such as *qwen3-vl*, are asked about text only here. In vLLM their towers are compared as
-part of what the modules reach. [Which of them were run with images](support.md) says what else is known of them.
+Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
+sounds only, *kimi-k2.5*, *cohere2-vision* and *llama4-vision* about text only), and in SGLang about text only. In vLLM their
+towers are compared as part of what the modules reach. [Which of them were updated with a request about an image in
+flight](support.md) says what else is known.
+
+The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *nemotron_nas*, *nomic-embedding*, *gte-...*,
+*snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and *minicpm-v2.6*
+have processors of the tests. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
 
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run

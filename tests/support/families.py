@@ -18,8 +18,10 @@ import torch
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
 from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
 from tests.support.multimodal import FAMILIES as MULTIMODAL
+from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
 from tests.support.multimodal_more import MORE
 from tests.support.quantised import FOR_VLLM, FP8, QUANTISED
+from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
@@ -54,6 +56,12 @@ class Family:
     that reads images."""
     stand_ins: bool = False
     """Whether SGLang's processes import `sglang_stand_ins`, and attend as that does."""
+    medium: str = ""
+    """"image" or "sound", if vLLM is also asked about some."""
+    place: tuple[int, ...] = ()
+    """A prompt with the place of one image or sound."""
+    text: bool = True
+    """Whether it answers a prompt without an image or sound."""
 
 
 def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
@@ -348,13 +356,14 @@ def _multimodal(function: Callable[..., Path], **options: Any) -> Maker:
 
 INTERVAL = _configured(text_config={"full_attention_interval": 2}, vision_config={"deepstack_visual_indexes": []})
 """What transformers leaves out of the configuration of Qwen3.5."""
-MULTIMODAL_MAKERS: dict[str, Maker] = {
-    "qwen2-vl": _multimodal(make_qwen_vl, generation="Qwen2"),
-    "qwen2.5-vl": _multimodal(make_qwen_vl, generation="Qwen2_5_"),
-    "gemma3-vision": _multimodal(make_gemma3_vision),
-    "paligemma": _multimodal(make_paligemma),
-    "llava": _multimodal(make_llava),
+MULTIMODAL_MAKERS: dict[str, tuple[Maker, tuple[int, ...]]] = {
+    "qwen2-vl": (_multimodal(make_qwen_vl, generation="Qwen2"), (1, 7, 508, 509, 510, 5, 9, 42)),
+    "qwen2.5-vl": (_multimodal(make_qwen_vl, generation="Qwen2_5_"), (1, 7, 508, 509, 510, 5, 9, 42)),
+    "gemma3-vision": (_multimodal(make_gemma3_vision), (1, 7, 507, 5, 9, 42)),
+    "paligemma": (_multimodal(make_paligemma), (1, 7, 5, 9, 42)),
+    "llava": (_multimodal(make_llava), (1, 7, 511, 5, 9, 42)),
 }
+"""What makes a checkpoint, and a prompt with the place of an image."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -1196,7 +1205,18 @@ FAMILIES: dict[str, Family] = {
             Family(name, maker, answer, vllm=vllm, engines=engines)
             for name, ((maker, vllm), answer, engines) in REWARDS.items()
         ),
-        # models that read images or hear sounds, here asked about text only
+        *(
+            Family(
+                name,
+                medium.make,
+                answer,
+                vllm=medium.vllm,
+                sglang={"trust_remote_code": True},
+                engines=("vllm", "sglang") if answer == "tokens" else ("vllm",),
+            )
+            for name, (medium, answer) in REMOTE_TEXT.items()
+        ),
+        # models that read images or hear sounds
         *(
             Family(
                 f"{name}-vision"
@@ -1205,15 +1225,27 @@ FAMILIES: dict[str, Family] = {
                 medium.make,
                 dtype=medium.dtype,
                 vllm=medium.vllm,
-                sglang={"enable_multimodal": True} | (INTERVAL if name.startswith("qwen3.5") else {}),
+                sglang={"enable_multimodal": True, "trust_remote_code": name in REMOTE}
+                | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4.6")) else {}),
                 torchvision=True,
                 stand_ins=True,
+                medium="" if name in WITHOUT_MEDIA else "sound" if medium.sound else "image",
+                place=tuple(medium.prompt),
+                text=name not in WITHOUT_TEXT,
             )
-            for name, medium in (MULTIMODAL | MORE).items()
+            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE).items()
         ),
         *(
-            Family(name, maker, sglang={"enable_multimodal": True}, torchvision=True, stand_ins=True)
-            for name, maker in MULTIMODAL_MAKERS.items()
+            Family(
+                name,
+                maker,
+                sglang={"enable_multimodal": True},
+                torchvision=True,
+                stand_ins=True,
+                medium="image",
+                place=place,
+            )
+            for name, (maker, place) in MULTIMODAL_MAKERS.items()
         ),
         # quantised
         _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),

@@ -33,6 +33,8 @@ START_S = 180.0
 TEXTS = ["one two three", "The quick brown fox jumps over the lazy dog, 250 times.", "weights " * 30]
 """Prompts of a pooling model in SGLang, which takes text."""
 LOGPROBS = 5
+MEDIA = (1, 2)
+"""Seeds of the images or sounds that an engine is asked about."""
 LOG_LINES = 400
 """Lines of an engine's log that may hold the reason why it ended."""
 
@@ -144,7 +146,11 @@ class VllmHost(Host):
     def answers(self, family: Family) -> Said:
         assert self.driver is not None
         if family.answer == "tokens":
-            done = self.driver.wait(self.driver.submit(PROMPTS, COUNT, logprobs=LOGPROBS))
+            asked: list[tuple[list[list[int]], dict[str, int]]] = [(PROMPTS, {})] if family.text else []
+            asked += [([list(family.place)], {family.medium: seed}) for seed in MEDIA if family.medium]
+            done = []
+            for prompts, more in asked:  # one after another: what else is in a batch may change the last bits
+                done += self.driver.wait(self.driver.submit(prompts, COUNT, logprobs=LOGPROBS, **more))
             said = [{"tokens": r["tokens"], "logprobs": repr(r["logprobs"]), "end": r["finish_reason"]} for r in done]
             if dead := next((r["reason"] for r in done if r["finish_reason"] == "dead"), None):
                 raise RuntimeError(dead)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of more models that read images or hear sounds, which `make models` asks about text only."""
+"""Tiny checkpoints of more models that read images or hear sounds, for `make models`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.multimodal import (
     side,
 )
 
-__all__ = ["MORE"]
+__all__ = ["MORE", "SIGLIP"]
 
 HEARD_IDS = {name: WORDS - len(HEARD) + HEARD.index(token) for name, token in OMNI_IDS.items()}
 QWEN3_OMNI_IDS = {
@@ -105,6 +105,7 @@ MORE: dict[str, Medium] = {
             "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>", "vision_bos_token": "<|vision_bos|>",
             "vision_eos_token": "<|vision_eos|>",
         },
+        sound=True,
     ),
     "glm-ocr": family(
         "GlmOcr",

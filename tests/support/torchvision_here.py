@@ -45,6 +45,20 @@ def give() -> None:
 
     # vLLM looks at a model's class in an interpreter of its own, which would be without this.
     registry._run_in_subprocess = lambda look: look()  # type: ignore[attr-defined]
+    _give_what_a_cpu_lacks()
+
+
+def _give_what_a_cpu_lacks() -> None:
+    """MiniCPM-V's resampler asks a GPU. Kimi-K2.5's processor imports numba, and vLLM 0.32 on a CPU then looks for kernels in all
+    that modules hold: llvmlite's library takes `__dict__` for the name of a function."""
+    import torch
+
+    torch.cuda.is_current_stream_capturing = lambda: False
+    if importlib.util.find_spec("llvmlite") is not None:
+        from llvmlite.binding import ffi
+
+        kind = type(ffi.lib)
+        ffi.lib.__class__ = type("Library", (kind,), {"__slots__": (), "__dict__": property(lambda _: {})})
 
 
 if os.environ.get(VARIABLE):
