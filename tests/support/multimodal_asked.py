@@ -216,6 +216,7 @@ ASKED: dict[str, Medium] = {
             "audio_token_id": "<|AUDIO|>", "pad_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
         },
         special={"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
+        fix=published((r"^lm_head", "thinker.lm_head")),
         sound=True,
     ),
     "aya-vision": family(
