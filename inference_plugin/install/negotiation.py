@@ -318,8 +318,7 @@ class _Negotiation:
             raise ManifestMismatch(
                 f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}"
                 f"{self._reshaped()}",
-                hint="the trainer's tensors for these are smaller than the engine's; "
-                + self._misfits.hint(),
+                hint="the trainer's tensors for these are smaller than the engine's; " + self._misfits.hint(),
                 phase="open",
             )
         if unknown := layout.unaccounted:
