@@ -97,6 +97,17 @@ def test_a_rank_that_is_silent_gone_or_gave_up_is_named() -> None:
     gave_up.ready(1, "update:1", given_up=True)
     assert isinstance(gave_up.machine.error, SyncTimeout) and gave_up.machine.error.rank == 1
 
+    went_on = Rank0()
+    went_on.ready(1, "update:1", given_up=True)
+    went_on.ready(1, "update:2")
+    went_on.ready(2, "update:1")
+    went_on.enter("update:1")
+    assert isinstance(went_on.machine.error, SyncTimeout) and went_on.machine.error.rank == 1
+    assert went_on.on(FailAll(went_on.machine.error)).keys() == {"2"} and went_on.machine.state == "idle"
+    went_on.ready(2, "update:2")
+    went_on.enter("update:2")
+    assert went_on.machine.error is None and went_on.machine.all_heard
+
 
 def test_a_rank_that_wrote_has_written_even_if_it_waits_no_longer_for_the_outcome() -> None:
     ranks = Rank0()

@@ -193,7 +193,8 @@ class RanksMachine:
             self._refuse(event.asker, SyncTimeout(words, hint=hint, rank=rank))
             return
         self.waiting.pop(rank, None)
-        self._gave_up.pop(rank, None)
+        if not isinstance(said, Ready) or said.operation == self._gave_up.get(rank):
+            self._gave_up.pop(rank, None)
         if isinstance(said, Ready):
             self._turns.reported(rank, said.operation)
             if self._txn or said.given_up:  # the rank is not, or no longer, in rank 0's operation
@@ -255,6 +256,8 @@ class RanksMachine:
                 )
                 hint = f"go on with the operation that follows; {HINT}"
                 self._tell(rank, Failed(SyncTimeout(words, hint=hint, rank=rank).info()))
+            elif verdict == "ahead" and self._gave_up.get(rank) == self._turns.now:
+                pass  # `_why_it_fails` says that
             elif verdict in ("ahead", "astray"):
                 error = VersionConflict(
                     f"trainer rank {rank} is in its operation {said.count}, {said.operation!r}; rank 0 is in "
