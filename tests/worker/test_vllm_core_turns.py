@@ -271,6 +271,15 @@ class Cores:
         assert {len(core.seen) for core in self.cores} == steps, "a core stepped while all were to stand"
         assert {core.version for core in self.cores} == {version}
 
+    def hold(self) -> None:
+        """No core steps until `leading.resume`."""
+
+        def hold() -> None:
+            self.leading.pause("keep")
+            self.leading.hold(frozenset())
+
+        self.command(hold).result(STUCK_S)
+
     def commit(self, version: int, in_flight: InFlight) -> None:
         """Over one turn, or over two where requests have to end first."""
         over: Future[None] = Future()
@@ -366,11 +375,7 @@ def test_no_core_steps_while_the_replica_is_held_and_requests_of_then_are_answer
     cores.add(1, 10**9)
     eventually(lambda: len(cores.cores[0].seen) > 10, "steps")
 
-    def hold() -> None:
-        cores.leading.pause("keep")
-        cores.leading.hold(frozenset())
-
-    cores.command(hold).result(STUCK_S)
+    cores.hold()
     stood = [len(core.seen) for core in cores.cores]
     cores.add(2, 5)
     cores.command(lambda: cores.install(1)).result(STUCK_S)
@@ -430,11 +435,7 @@ def test_a_resume_of_the_user_s_takes_effect_as_the_replica_is_let_go(cores: Cor
         future.result(STUCK_S)
     cores.add(1, 20)
 
-    def hold() -> None:
-        cores.leading.pause("keep")
-        cores.leading.hold(frozenset())
-
-    cores.command(hold).result(STUCK_S)
+    cores.hold()
     stood = [len(core.seen) for core in cores.cores]
     for resumed in cores.user_resumes():
         resumed.result(STUCK_S)
@@ -450,11 +451,7 @@ def test_a_pause_of_the_user_s_goes_on_where_the_replica_is_let_go(cores: Cores,
     cores.add(1, 10**9)
     eventually(lambda: len(cores.cores[0].seen) > 10, "steps")
 
-    def hold() -> None:
-        cores.leading.pause("keep")
-        cores.leading.hold(frozenset())
-
-    cores.command(hold).result(STUCK_S)
+    cores.hold()
     told = cores.user_pauses(mode)
     if mode != "wait":
         for future in told:
@@ -489,16 +486,12 @@ def paused_by_user(core: Core) -> bool:
 def test_pauses_of_the_user_s_and_turns_come_whenever_they_like(cores: Cores) -> None:
     pick, version = cores.random, 0
 
-    def hold() -> None:
-        cores.leading.pause("keep")
-        cores.leading.hold(frozenset())
-
     for _ in range(30):
         for _ in range(pick.randrange(3)):
             cores.add(pick.randrange(CORES), pick.randrange(1, 12))
         is_held = pick.random() < 0.5
         if is_held:
-            cores.command(hold).result(STUCK_S)
+            cores.hold()
         told = cores.user_pauses(pick.choice(["keep", "abort", "wait"]))
         time.sleep(pick.choice([0.0, 0.003]))
         if is_held and pick.random() < 0.5:
