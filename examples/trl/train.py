@@ -30,6 +30,7 @@ def main() -> GRPOTrainer:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--server", help="the server's URL; without it the engine is colocated")
+    parser.add_argument("--sleep", action="store_true", help="a colocated engine sleeps while the trainer trains")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--lora", action="store_true", help="train a PEFT adapter; the engine gets the merged model")
@@ -58,6 +59,7 @@ def main() -> GRPOTrainer:
             use_vllm=True,
             vllm_mode="server" if arguments.server else "colocate",
             vllm_server_base_url=arguments.server,
+            vllm_enable_sleep_mode=arguments.sleep,
             vllm_max_model_length=256,
         ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),

@@ -196,18 +196,21 @@ def test_a_server_of_another_job_is_noticed_although_a_replica_of_this_job_took_
 
 
 @needs_trl
+@pytest.mark.parametrize("sleeps", [False, True])
 def test_after_training_a_colocated_engine_holds_what_the_saved_model_holds(
-    runtime: Path, model: Path, tmp_path: Path
+    runtime: Path, model: Path, tmp_path: Path, sleeps: bool
 ) -> None:
-    """TRL gives its engine no dtype, so vLLM takes bfloat16 for a model in float32: the trainer's weights travel in that."""
+    """TRL gives its engine no dtype, so vLLM takes bfloat16 for a model in float32: the trainer's weights travel in that. One
+    that sleeps loses its weights before the first sync and after each generation."""
     (packages,) = PYTHON.parent.parent.glob("lib/python*/site-packages")
     runner = [INTEGRATIONS_PYTHON, ROOT / "tests" / "support" / "trl_runner.py", packages, PROGRAM]
     with FreshEngine(runtime, VLLM_CPU_KVCACHE_SPACE="1") as fresh:
-        ran = train(fresh, [*runner, "--model", model, "--save", tmp_path], WEIGHTWIRE_JOB=f"{fresh.job}-colocated")
+        options = ["--model", model, "--save", tmp_path, *(["--sleep"] if sleeps else [])]
+        ran = train(fresh, [*runner, *options], WEIGHTWIRE_JOB=f"{fresh.job}-colocated")
         assert ran.returncode == 0, ran.stderr[-8000:]
         found = json.loads(ran.stdout.splitlines()[-1])
         fresh.open(tmp_path, dtype="bfloat16")
-        assert found == {"tokens": fresh.tokens(PROMPTS, COUNT), "verified": True}
+        assert found == {"tokens": fresh.tokens(PROMPTS, COUNT), "verified": True, "slept": (STEPS + 1) * sleeps}
     assert found["tokens"] != greedy_batch(model, PROMPTS, COUNT)
 
 
@@ -244,12 +247,11 @@ def test_no_wait_for_a_server_is_without_an_end(seconds: Any) -> None:
     ("what", "why"),
     [
         ({"tensor_parallel_size": 2}, "several engines.*vllm_tensor_parallel_size=1"),
-        ({"enable_sleep_mode": True}, "loses its weights.*vllm_enable_sleep_mode=False"),
         ({"num_processes": 2}, "torch.distributed has 1 ranks and accelerate 2"),
     ],
 )
 def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what: dict[str, Any], why: str) -> None:
-    said = {"tensor_parallel_size": 1, "enable_sleep_mode": False, "num_processes": 1} | what
+    said = {"tensor_parallel_size": 1, "num_processes": 1} | what
     everything = SimpleNamespace(mode="colocate", **said)
     everything.accelerator = everything
     with pytest.raises(ArgumentError, match=why):
@@ -258,7 +260,8 @@ def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what
 
 def test_a_manager_that_is_closed_at_the_end_of_a_training_is_kept_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTWIRE_JOB", "nobody-here")
-    sync = WeightSync(SimpleNamespace(model=torch.nn.Linear(2, 2)), SimpleNamespace(mode="colocate"), "bfloat16", {})
+    generation = SimpleNamespace(mode="colocate", enable_sleep_mode=False)
+    sync = WeightSync(SimpleNamespace(model=torch.nn.Linear(2, 2)), generation, "bfloat16", {})
     with pytest.raises(PeerLost):
         sync()
     manager: Any = weakref.ref(sync._manager)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ import torch
 from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
 from tests.engines.test_vllm_tokens import PROMPTS
 from tests.integrations.test_trl import COUNT, StockServer
-from tests.support.engines import INTEGRATIONS_PYTHON, ROOT, Driver
+from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, INTEGRATIONS_PYTHON, ROOT, Driver
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS as TRL_PROMPTS
@@ -206,8 +206,11 @@ def test_a_replica_of_verls_that_never_registered_is_an_error_before_anything_is
     ("kind", "error", "text"),
     [
         ("backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
-        ("replica", "ArgumentError", "on the trainer's own devices"),
+        ("replica", "ArgumentError", "RolloutMode.COLOCATED, and Weightwire can't wake it"),
+        ("engine", "ArgumentError", "is a sglang in RolloutMode.HYBRID"),
         ("option", "ConfigError", "time_out_s"),
+        ("trainer's backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
+        ("trainer's replicas", "ConfigError", r"an update would find those asleep .*hybrid_engine=False"),
     ],
 )
 def test_what_cannot_work_is_refused_when_verl_makes_its_manager(
@@ -261,7 +264,82 @@ def test_after_verls_own_loop_the_server_says_what_the_trained_model_says(
         variables = {**server.environment, **VARIABLES, "TORCHDYNAMO_DISABLE": "1"}
         ran = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=JOB_S)
         assert ran.returncode == 0, (ran.stdout[-4000:], ran.stderr[-8000:])
-        told = json.loads(ran.stdout.splitlines()[-1])["steps"]
+        told = json.loads(ran.stdout.splitlines()[-1])["calls"]
         assert server.tokens() == greedy_batch(tmp_path / "saved", TRL_PROMPTS, COUNT) != before
-        assert told == [*range(STEPS + 2)], "before the loop, before each step, and at the end"
+        assert told == [["set_global_steps", step] for step in range(STEPS + 2)], "before each step, and at the end"
         assert server.version() == STEPS + 1
+
+
+class SleepyServer(StockServer):
+    """It starts without weights, as verl has it, and can sleep: with a stand-in for the allocator that a CPU lacks, which
+    overwrites all that modules reach."""
+
+    def start(self) -> None:
+        options = [
+            "--model",
+            self.environment["MODEL"],
+            "--load-format",
+            "dummy",
+            "--logprobs-mode",
+            "processed_logprobs",
+        ]
+        self.serve(
+            "vllm.entrypoints.openai.api_server", [*options, "--worker-extension-cls", EXTENSION], ENGINE_ARGUMENTS
+        )
+        asked = {"method": "ext_give_allocator", "args": [True]}
+        assert self.request("POST", "/collective_rpc", asked)[0] == 200
+
+
+@pytest.fixture
+def sleepy(runtime: Path, tmp_path: Path) -> Iterator[SleepyServer]:  # noqa: F811
+    model = make_llama(tmp_path / "llama", seed=1, dtype=torch.float32)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    with SleepyServer(runtime, MODEL=str(model), VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
+
+
+SLEEP = [["sleep"], ["wake_up", "weights"], ["wake_up", "kv_cache"]]
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_after_verls_main_program_the_server_says_what_the_trained_model_says(
+    sleepy: SleepyServer, tmp_path: Path, mode: str
+) -> None:
+    """`verl.trainer.main_ppo` with its V1 trainers. Two of them have the replica on the trainer's devices: before each step of
+    the optimizer verl discards the server's weights."""
+    before, model = sleepy.tokens(), sleepy.environment["MODEL"]
+    command = [str(PYTHON), "-m", "tests.support.verl_main", mode, model, sleepy.url, str(tmp_path), str(STEPS)]
+    variables = {**sleepy.environment, **VARIABLES, "TORCHDYNAMO_DISABLE": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=JOB_S)
+    assert ran.returncode == 0, (ran.stdout[-4000:], ran.stderr[-8000:])
+    assert sleepy.tokens() == greedy_batch(tmp_path / "saved", TRL_PROMPTS, COUNT) != before
+    calls = json.loads((tmp_path / "calls.json").read_text())
+    expected: list[list[Any]] = []
+    for step in range(STEPS + 1):
+        aborts = mode == "colocate_async" and step > 0
+        expected += [["abort_all_requests"]] * aborts + (SLEEP if mode != "separate_async" else [])
+        expected += [["set_global_steps", step]] + [["resume_generation"]] * aborts
+    assert calls == expected
+
+
+def test_a_replica_whose_update_failed_while_it_slept_generates_nothing_until_the_next_update(
+    sleepy: SleepyServer, tmp_path: Path
+) -> None:
+    job = VerlJob(Path(sleepy.environment["MODEL"]), sleepy)
+    try:
+        job("start", url=sleepy.url, timeout_s=20)
+        for step, failing in ((10, 1), (11, -1), (12, -1)):  # the last one finds it awake
+            if step < 12:
+                job("sleep")
+            job("change", seed=step)
+            job("fail", rank=failing)
+            if failing >= 0:
+                with pytest.raises(VerlError, match="fails for the test"):
+                    job("update", step=step)
+                assert sleepy.request("GET", "/is_sleeping")[1] == {"is_sleeping": True}
+            else:
+                assert job("update", step=step)["weightwire/version"] == step
+                job("export", directory=str(tmp_path / str(step)))
+                assert sleepy.tokens() == greedy_batch(tmp_path / str(step), TRL_PROMPTS, COUNT)
+    finally:
+        job.close()

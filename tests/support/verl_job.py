@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from inference_plugin.wire.errors import WeightwireError
+from tests.support.verl_server import Server as SleepyServer
 from tests.support.verl_worker import TrainerWorker
 
 RANKS = 2
@@ -72,13 +74,15 @@ class Server:
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
-    """verl's replica of an engine that runs already. Methods that would disturb generation are noted."""
+    """verl's replica of an engine that runs already. Methods that would disturb generation are noted. `url`: a server on the
+    trainer's own devices, which sleeps."""
 
     disturbed: list[str] = []  # noqa: RUF012 -- one for all replicas
+    url = ""
 
     async def launch_servers(self) -> None:
-        self.rollout_mode = RolloutMode.STANDALONE
-        self.servers = [Server.remote()]  # type: ignore[attr-defined]
+        self.rollout_mode = RolloutMode.HYBRID if self.url else RolloutMode.STANDALONE
+        self.servers = [SleepyServer.remote(self.url, "") if self.url else Server.remote()]  # type: ignore[attr-defined]
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         self.disturbed.append("abort_all_requests")
@@ -106,7 +110,7 @@ class Job:
             runtime_env={"env_vars": variables},
         )
 
-    def do_start(self, **options: Any) -> None:
+    def do_start(self, url: str = "", **options: Any) -> None:
         """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends."""
         if self.group is not None:
             ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
@@ -116,13 +120,15 @@ class Job:
         ours = [f"+{path}.weightwire.{name}={value}" for name, value in options.items()]
         with initialize_config_module("verl.trainer.config", version_base=None):
             model = f"actor_rollout_ref.model.path={self.model}"
-            config = compose("ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours]).actor_rollout_ref
+            self.config = compose("ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours])
+        config = self.config.actor_rollout_ref
         worker = RayClassWithInitArgs(ray.remote(TrainerWorker), config=config, role="actor")
         self.group = RayWorkerGroup(
             RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1), worker, device_name="cpu"
         )
         self.group.init_model()
         self.replica = Replica(0, config.rollout, config.model)
+        self.replica.url = url
         asyncio.run(self.replica.launch_servers())
         manager = load_class_from_fqn(config.rollout.checkpoint_manager_class, "CheckpointEngineManager")
         settings = omega_conf_to_dataclass(config.rollout.checkpoint_engine)
@@ -147,12 +153,24 @@ class Job:
         figures: dict[str, float] = ray.get(self.group.update_weights(global_steps=step, mode="weightwire"))[0]
         return figures
 
+    def do_sleep(self) -> None:
+        self.manager.sleep_replicas()
+
     def do_expect(self, replicas: int) -> None:
         """As if verl had so many."""
         self.manager.replicas = [self.replica] * replicas
 
     def do_misuse(self, kind: str) -> None:
-        """What the manager and the backend refuse."""
+        """What the manager, the backend and the trainers of `main_ppo` refuse."""
+        from trainer_adapters.integrations.verl_trainers import WeightwireSeparateAsync, WeightwireSync
+
+        if kind == "trainer's replicas":
+            WeightwireSeparateAsync(self.config)
+        if kind == "trainer's backend":
+            trainer = WeightwireSync.__new__(WeightwireSync)
+            trainer.config = copy.deepcopy(self.config)
+            trainer.config.actor_rollout_ref.rollout.checkpoint_engine.backend = "naive"
+            trainer.init()
         if kind == "option":
             CheckpointEngineRegistry.new("weightwire", bucket_size=1 << 20, time_out_s=3)
         settings = copy.copy(self.manager.config)
@@ -160,7 +178,10 @@ class Job:
         if kind == "backend":
             settings.backend = "naive"
         if kind == "replica":
+            replica.rollout_mode = RolloutMode.COLOCATED
+        if kind == "engine":
             replica.rollout_mode = RolloutMode.HYBRID
+            replica.config = dataclasses.replace(replica.config, name="sglang")
         type(self.manager)(config=settings, actor_wg=self.group, replicas=[replica])
 
     def do_look(self) -> dict[str, Any]:

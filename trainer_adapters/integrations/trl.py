@@ -112,6 +112,8 @@ class WeightSync:
             self._end = weakref.finalize(self, self._manager.close)  # for syncs after the training
             if self._generation.mode == "server" and self._manager.rank == 0:
                 await_registrations(self._manager, len(replicas_behind(self._generation.vllm_client.base_url)))
+        if self._generation.mode == "colocate" and self._generation.enable_sleep_mode:
+            self._wake()
         try:
             # As FSDP wraps it, without the wrappers of DDP and DeepSpeed.
             report = self._manager.update(self._trainer.model, dtype=self._dtype)
@@ -120,6 +122,14 @@ class WeightSync:
                 error.add_note('If only dtypes differ, name the engine\'s: through_weightwire(..., dtype="bfloat16")')
             raise
         self._check(report)
+
+    def _wake(self) -> None:
+        """Has the engine take the memory of its weights back, as `VLLMGeneration.sync_weights` does. TRL itself wakes the rest,
+        before it generates. What torch keeps for itself may be what the engine needs."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._generation.llm.wake_up(tags=["weights"])
+        self._generation._llm_weights_sleeping = False
 
     def close(self) -> None:
         """Closes the manager, if there is one."""
@@ -222,8 +232,8 @@ def replicas_behind(url: str) -> set[str]:
 
 
 def refuse(generation: Any) -> None:
-    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights: colocated engines that are sharded
-    or sleep, ranks of torch.distributed that accelerate doesn't know of."""
+    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights: colocated engines that are sharded,
+    ranks of torch.distributed that accelerate doesn't know of."""
     colocated, ours = generation.mode == "colocate", generation.accelerator.num_processes
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ours != ranks:  # several trainings, each of a model of its own: the engine would get parts of each
@@ -232,9 +242,6 @@ def refuse(generation: Any) -> None:
     elif colocated and generation.tensor_parallel_size > 1:
         what = "a colocated engine of several ranks is several engines, and each would commit for itself"
         hint = 'use vllm_tensor_parallel_size=1, or vllm_mode="server"'
-    elif colocated and generation.enable_sleep_mode:
-        what = "a colocated engine with vllm_enable_sleep_mode sleeps, and loses its weights, without Weightwire's knowledge"
-        hint = 'use vllm_enable_sleep_mode=False, or vllm_mode="server"'
     else:
         return
     raise ArgumentError(what, hint=hint)

@@ -5,7 +5,8 @@
 3. all ranks update: each asks its training engine for its tensors, and they go straight into the inference engines;
 4. once the version is committed, the replicas' servers are told, by their Ray handles, which step they answer for.
 
-Generation goes on: no request is aborted, no KV cache is released, no worker group is built. An error of any rank is raised.
+Generation goes on: no request is aborted, no KV cache is released, no worker group is built. Replicas that sleep on the trainer's
+own devices take their weights' memory back before step 3, and the rest of it afterwards. An error of any rank is raised.
 Where verl makes its own manager, the backend works alone; docs/integrations/verl.md says what that cannot promise.
 Written against verl 0.9.1.
 """
@@ -31,6 +32,7 @@ from trainer_adapters.sources.export import ExportAdapter
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+    from verl.utils.device import get_torch_device
     from verl.utils.ray_utils import auto_await
     from verl.workers.rollout.replica import RolloutMode
 except ImportError as missing:
@@ -83,15 +85,19 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         self._manager: SyncManager | None = None
         self._source: ExportAdapter | None = None
         self._version: int | None = None
+        self._shares_devices = False
 
-    def join(self, replicas: int) -> None:
+    def join(self, replicas: int, shares_devices: bool = False) -> None:
         """Makes the `SyncManager`, together with the other ranks; rank 0 waits until `replicas` have registered. Raises
-        `SyncTimeout`."""
+        `SyncTimeout`. `shares_devices`: some replicas are about to take memory of this rank's device back."""
         if self._manager is None:
             self._manager = SyncManager(**self._options)
             self._updates = GeneratorUpdates(self._manager, self._dtype)
         if self._manager.rank == 0:
             self._manager.wait_for_replicas(replicas, timeout_s=self._manager.settings.timeout_s)
+        self._shares_devices = shares_devices
+        if shares_devices:
+            get_torch_device().empty_cache()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> Figures:
         """Collective over the trainer's ranks: every replica serves `weights` when this returns, as version `global_steps` if
@@ -122,6 +128,8 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = report.version
         if self._options.keys().isdisjoint(("on_failure", "stragglers")):
             report.raise_failed()  # a lost replica too: verl does not start it again, and would go on asking it
+        if self._shares_devices and is_engine(weights):
+            make_room(weights)
         return {
             "weightwire/version": report.version,
             "weightwire/replicas": len(report.replicas) - len(report.failed),
@@ -160,9 +168,10 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
-    """verl's `checkpoint_manager_class`: `update_weights` is one Weightwire update into all standalone replicas.
+    """verl's `checkpoint_manager_class`: `update_weights` is one Weightwire update into all replicas.
 
-    Raises `ConfigError` for another backend, and `ArgumentError` for replicas that share devices with the trainer.
+    Replicas on the trainer's devices (verl's `HYBRID`) may be asleep when `update_weights` is called, and are awake afterwards.
+    Raises `ConfigError` for another backend, and `ArgumentError` for replicas that it can't wake.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -179,11 +188,13 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
     def add_replicas(self, replicas: list[Any]) -> None:
         """Replicas that the next update has to reach as well."""
         for replica in replicas:
-            if replica.rollout_mode is not RolloutMode.STANDALONE:
-                raise ArgumentError(
-                    f"replica {replica.replica_rank} is {replica.rollout_mode}, on the trainer's own devices",
-                    hint="leave replicas that sleep while the trainer works to verl's own manager (backend naive)",
-                )
+            engine = replica.config.name
+            if replica.rollout_mode is RolloutMode.STANDALONE or (shares_devices(replica) and engine == "vllm"):
+                continue
+            raise ArgumentError(
+                f"replica {replica.replica_rank} is a {engine} in {replica.rollout_mode}, and Weightwire can't wake it",
+                hint="standalone replicas, and vLLM on the trainer's devices; leave others to verl's own manager (naive)",
+            )
         super().add_replicas(replicas)
 
     @auto_await  # type: ignore[untyped-decorator]
@@ -191,17 +202,24 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
         """Brings the trainer's weights into every replica, as version `global_steps`; figures for verl's log.
 
         Raises `SyncTimeout` if fewer replicas have registered than verl has, and what any trainer rank raises. Replicas that
-        took the version keep it; the others serve the one before.
+        took the version keep it; the others serve the one before, or what sleeps on the trainer's devices goes on sleeping.
         """
         return await asyncio.to_thread(self._update, global_steps)
 
     def _update(self, global_steps: int | None) -> Figures:
         ranks = self.actor_wg.world_size
         limit_s = 2 * self._timeout_s + GRACE_S  # the ranks have deadlines of their own; this is for one that hangs
-        joined = self.actor_wg.execute_checkpoint_engine(["join"] * ranks, [len(self.replicas)] * ranks)
+        sleepers = [
+            replica for replica in self.replicas if shares_devices(replica) and replica.config.free_cache_engine
+        ]
+        joined = self.actor_wg.execute_checkpoint_engine(
+            ["join"] * ranks, [len(self.replicas)] * ranks, [bool(sleepers)] * ranks
+        )
         _results(joined, limit_s)
+        wake_up(sleepers, "weights", limit_s)
         sent = self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
         figures: Figures = _results(sent, limit_s)[0]
+        wake_up(sleepers, "kv_cache", limit_s)
         if global_steps is not None:
             self._tell(global_steps)
         return figures
@@ -225,6 +243,26 @@ def is_engine(weights: object) -> bool:
     return hasattr(weights, "get_per_tensor_param")
 
 
+def make_room(engine: Any) -> None:
+    """Frees memory of this rank's device before the replicas on it take their KV cache's back. Where verl keeps parameters on the
+    host between steps, the export may have left them on the device."""
+    if engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
+    get_torch_device().synchronize()
+    get_torch_device().empty_cache()
+
+
+def shares_devices(replica: Any) -> bool:
+    """Whether the replica runs on the trainer's own devices, and sleeps while those train."""
+    return replica.rollout_mode is RolloutMode.HYBRID
+
+
+def wake_up(replicas: Sequence[Any], tag: Literal["weights", "kv_cache"], limit_s: float) -> None:
+    """Has vLLM take this memory back. Nothing is to do where a replica is awake."""
+    servers = [server for replica in replicas for server in replica.servers]
+    _results([server.wake_up.remote(tags=[tag]) for server in servers], limit_s, "server")
+
+
 def exported(engine: Any) -> Named:
     """What verl's training engine hands over, anew at each call. Raises `ArgumentError` for LoRA that is not merged."""
     weights, adapter = engine.get_per_tensor_param()
@@ -236,9 +274,9 @@ def exported(engine: Any) -> Named:
     return weights  # type: ignore[no-any-return]
 
 
-def _results(asked: Sequence[Any], limit_s: float) -> list[Any]:
-    """What the trainer's ranks answer. Raises rank 0's error, which knows most, else the first one of another rank; a rank that
-    neither answers nor fails is a `SyncTimeout`."""
+def _results(asked: Sequence[Any], limit_s: float, whose: str = "trainer rank") -> list[Any]:
+    """What the trainer's ranks answer, or the replicas' servers. Raises the first one's error (rank 0 knows most), else that of
+    another one; one that neither answers nor fails is a `SyncTimeout`."""
     deadline_s = time.monotonic() + limit_s
     waiting, errors = list(asked), {}
     while waiting:
@@ -254,5 +292,5 @@ def _results(asked: Sequence[Any], limit_s: float) -> list[Any]:
         raise errors[min(errors)]
     if waiting:
         silent = ", ".join(str(asked.index(one)) for one in waiting)
-        raise SyncTimeout(f"trainer rank {silent} did not answer within {limit_s:g} s", side="trainer")
+        raise SyncTimeout(f"{whose} {silent} did not answer within {limit_s:g} s", side="trainer")
     return list(ray.get(list(asked)))
