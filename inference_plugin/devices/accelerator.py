@@ -102,6 +102,9 @@ class Accelerator(Device):
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.current()))
 
+    def return_cached(self) -> None:
+        self._module.empty_cache()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 

@@ -137,6 +137,9 @@ class Device(abc.ABC):
     def memory(self, nbytes: int) -> torch.Tensor:
         """Bytes of this device's memory (1-D, uint8)."""
 
+    def return_cached(self) -> None:  # noqa: B027 -- most keep none
+        """Gives memory that torch keeps for its next tensors back to this device, for whoever takes some without torch."""
+
     @abc.abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy between tensors of one shape, with a cast where their dtypes differ. Either may be the host's: that side

@@ -123,12 +123,20 @@ class RankRuntime:
         """Whether a command of the engine's own has released the memory of the weights."""
         return self._asleep_by_engine
 
+    def free_kept(self) -> None:
+        """On the engine's own thread, before memory of the engine goes or comes back: frees what updates keep on the device. It
+        may be what the trainer counts on, or what the engine needs."""
+        if self.model.device.type != "cpu":
+            self._table.free_kept()
+            device_of(self.model.device).return_cached()
+
     def note_sleep(self, lost: str) -> dict[str, str]:
         """A command of the engine's own is about to release the memory of the weights: waits for the threads that read it.
         `lost`: why the contents will be lost; "" if they are kept. Returns what `note_load` returns."""
         is_there = "weights" not in self._asleep and not self._asleep_by_engine
         self._asleep_by_engine = True
         self._table.falls_asleep()
+        self.free_kept()
         unknown = self._lose_versions(lost) if lost else {}
         if lost and is_there:
             models = self.model.and_draft()
@@ -188,6 +196,7 @@ class RankRuntime:
         """Takes back what we released of the memory among `tags`. Memory that came back stays, also where the rest fails."""
         for tag in tags:
             if tag in self._asleep:
+                self.free_kept()
                 with self._moving_memory():
                     self.model.wake_up(tag)
                 self._asleep.remove(tag)
@@ -217,6 +226,7 @@ class RankRuntime:
                 if operation.level == 2:
                     self._keepsakes.take(self.model.and_draft())
                 self._asleep = set(get_args(MemoryTag))
+                self.free_kept()
                 with self._moving_memory():
                     self.model.sleep(operation.level)
             case "wake":

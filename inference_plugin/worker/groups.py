@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from inference_plugin.devices import in_use
@@ -21,7 +21,7 @@ from inference_plugin.net.processes import ProcessId
 from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError, first_few
-from inference_plugin.wire.messages import Body, GroupStatus, OpenGroup
+from inference_plugin.wire.messages import Body, GroupStatus, OpenGroup, Release
 from inference_plugin.worker.actions import Action, Cancel, Fail, Reply, StartWork, StateChanged, Warn
 from inference_plugin.worker.engine_side import EngineSide, Reading
 from inference_plugin.worker.events import (
@@ -129,6 +129,16 @@ class GroupTable:
             logger.warning(
                 "weightwire: weights are released that an update has been reading for more than %g s", limit_s
             )
+
+    def free_kept(self) -> None:
+        """Frees what the groups keep between updates, the way back too, but for a group whose update is on its way. Waits for
+        it."""
+        limit_s, answers = self._where.config.rank_timeout_s / 2, []
+        for status in self.statuses():
+            answers.append(_Answer())
+            self._post(Request(answers[-1], Release(status.group)))
+        if wait(answers, limit_s).not_done:
+            logger.warning("weightwire: what updates keep on the device was not freed within %g s", limit_s)
 
     def awake(self) -> None:
         """The memory of the weights is there."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines.conftest import Versions
 from tests.support import far_memory
+from tests.support.engines import Driver
 from tests.support.sglang_engines import SglangDriver
 from tests.support.trials import COUNT, PROMPTS, UPDATES, House, trial, whole
 from trainer_adapters import SyncManager
@@ -47,6 +48,36 @@ def test_five_updates_in_a_row_are_a_fresh_vllm_bit_for_bit(
     options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"} if kind == "fp8-kv-scales" else {}
     outcome = trial(house, *versions(kind), plain=True, install=install, **options)
     assert outcome.end == "right", outcome
+
+
+def test_what_updates_keep_on_the_device_is_freed_before_the_engines_memory_goes_or_comes_back(
+    runtime: Path, variables: dict[str, str], versions: Versions
+) -> None:
+    """The trainer counts on that memory, and so does the engine as it takes its KV cache back."""
+    models = versions("llama")
+    with Driver(runtime, **variables) as driver:
+        driver.open(models[0], plain=True)
+        driver.rpc("ext_give_light_sleep")
+
+        def taken() -> int:
+            return sum(driver.rpc("ext_far_bytes"))
+
+        with SyncManager(install="copy", timeout_s=60) as manager:
+            bare = taken()
+            for sleep, wake_up in (
+                (lambda: manager.sleep(1), manager.wake_up),
+                (lambda: driver.call("own_sleep", level=1), lambda tags: driver.call("own_wake_up", tags=tags)),
+            ):
+                manager.update(whole(models[1]))
+                assert taken() > bare
+                sleep()
+                assert taken() == bare
+                wake_up(["weights"])
+                manager.update(whole(models[0]))
+                assert taken() > bare
+                wake_up(["kv_cache"])
+                assert taken() == bare
+                assert driver.tokens(PROMPTS, COUNT) and manager.verify(whole(models[0])).ok
 
 
 @POLICIES

@@ -63,6 +63,7 @@ def register(library: str) -> None:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = module.synchronize = module.set_stream = lambda *_: None
+    module.empty_cache = lambda: None
     module.current_stream = _Stream
     module.mem_get_info = lambda *_: (TOTAL_BYTES - taken_bytes(), TOTAL_BYTES)
     module.get_device_properties = lambda *_: types.SimpleNamespace(uuid="far")

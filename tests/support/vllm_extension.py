@@ -256,6 +256,16 @@ class Extension:
         _sleeps_by(self, sleep, wake_up)
         return "{}"
 
+    def ext_give_light_sleep(self) -> str:
+        """A stand-in for the allocator that releases nothing."""
+        self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
+        _sleeps_by(self, lambda level: None, lambda tags: None)
+        return "{}"
+
+    def ext_far_bytes(self) -> str:
+        """What is taken of the device `far`."""
+        return json.dumps(far_memory.taken_bytes())
+
     def ext_sleep(self, level: int) -> str:
         """As an extension of another project's may do it: past vLLM's executor, which hears nothing of it."""
         self.sleep(level)  # type: ignore[attr-defined]

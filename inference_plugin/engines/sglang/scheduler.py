@@ -219,6 +219,8 @@ class SchedulerRank:
             keeps = self.model.why_no_sleep(1) is None
             lost = "" if keeps else "SGLang's own release_memory_occupation gave the weights up"
             self._lost_versions(self.runtime.note_sleep(lost))
+        else:
+            self.runtime.free_kept()
         failed = "SGLang's own command failed"
         try:
             answer = move()

@@ -96,6 +96,9 @@ def _note_memory(worker: Any, runtime: RankRuntime) -> None:
         return kind.sleep(worker, level)
 
     def wake_up(tags: list[str] | None = None) -> Any:
+        if not runtime.moves_memory:
+            with contained("freeing what updates keep, before a worker's wake-up", logger):
+                runtime.free_kept()
         result = kind.wake_up(worker, tags)
         if not runtime.moves_memory and (tags is None or "weights" in tags):
             with contained("noting a worker's wake-up", logger):
