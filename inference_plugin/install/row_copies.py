@@ -174,3 +174,6 @@ def _helpers(threads: int) -> ThreadPoolExecutor:
         pool.shutdown(wait=False)
         raise
     return pool
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork has none of its parent's threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any, TypeVar
 
@@ -26,6 +27,14 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _making_decoder = threading.Lock()
 """msgspec (0.22) ends the process with SIGSEGV where two threads at once decode their first message of one struct type: one of
 them finds the type's description half made. So decoders are made one at a time."""
+
+
+def _after_fork_in_child() -> None:
+    global _making_decoder
+    _making_decoder = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -143,6 +144,19 @@ def test_where_the_system_starts_no_more_threads_one_thread_copies_all(
     flat.zero_()
     bound.copy()
     assert bool((flat == 1).all())
+
+
+@pytest.mark.usefixtures("two_helpers")
+def test_a_fork_copies_with_threads_of_its_own() -> None:
+    """It has none of its parent's, and would wait for them for ever."""
+    bound, flat = two_parts()
+    bound.copy()
+    flat.zero_()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        bound.copy()
+        os._exit(int(not (flat == 1).all()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_helpers_work_counts_as_work_of_the_thread_that_they_help(monkeypatch: pytest.MonkeyPatch) -> None:

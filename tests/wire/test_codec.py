@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -297,3 +300,18 @@ def test_threads_may_read_their_first_message_of_a_kind_at_the_same_time() -> No
     """msgspec alone ends the process there, with SIGSEGV: in an engine, all of its requests with it."""
     ended = subprocess.run([sys.executable, "-c", FIRST_MESSAGES], timeout=600, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_fork_reads_its_first_message_of_a_kind_though_a_thread_of_its_parent_was_about_to() -> None:
+    kinds = [msgspec.defstruct(f"Kind{number}", [("field", int)]) for number in range(3000)]
+    read = threading.Thread(target=lambda: [codec.decode_as(b"\x81\xa5field\x01", kind) for kind in kinds])
+    read.start()
+    ended: list[int] = []
+    while read.is_alive():
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            codec.decode_as(b"\x81\xa5field\x01", msgspec.defstruct("Own", [("field", int)]))
+            os._exit(0)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    read.join()
+    assert ended and not any(ended)

@@ -105,6 +105,24 @@ def test_what_the_caller_asks_for_while_an_update_is_installed_is_done_after_it(
     assert getattr(client, name)() == "new"
 
 
+def test_a_step_that_waits_for_an_update_goes_on_though_a_plug_in_ends_the_update_s_thread(
+    kinds: tuple[Any, Any],
+) -> None:
+    control: CoreControl = kinds[1]().engine_core._weightwire_control
+
+    def command() -> None:
+        raise SystemExit("a plug-in's")
+
+    def step() -> Any:
+        control.submit(command)
+        return control.step(lambda: "outputs")
+
+    caller = threading.Thread(target=control.step, args=(step,), daemon=True)
+    caller.start()
+    caller.join(10)
+    assert not caller.is_alive()
+
+
 def test_an_engine_that_its_caller_ends_while_an_update_is_installed_ends_after_it(kinds: tuple[Any, Any]) -> None:
     client = kinds[1]()
     install(client)

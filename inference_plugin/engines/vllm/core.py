@@ -90,10 +90,14 @@ class CoreControl(EngineControl):
 
     def _run_commands(self) -> None:
         """In-process: runs the submitted commands under the lock that every step holds, on a thread of ours."""
-        in_use().use(self._device)
         with self.lock:
             while self._commands:
-                self._commands.pop(0)()
+                command = self._commands.pop(0)
+                try:
+                    in_use().use(self._device)
+                    command()
+                except BaseException:  # a plug-in's SystemExit, say: whoever steps waits for this thread
+                    logger.exception("weightwire: a command failed")
             self._ran.notify_all()
 
     def call_ranks(self, request: bytes) -> list[bytes]:
