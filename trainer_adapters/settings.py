@@ -99,9 +99,10 @@ class Settings:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `ConfigError`, a ValueError, for a value that the setting does not allow, and for a setting that there isn't."""
-        if name not in type(self).__dataclass_fields__ and not hasattr(type(self), name):
-            names = ", ".join((*type(self).__dataclass_fields__, "timeout_s"))
-            raise ConfigError(f"a manager has no setting {name!r}", hint=f"its settings are {names}")
+        if name not in (names := (*type(self).__dataclass_fields__, "timeout_s")):
+            if hasattr(type(self), name):  # pauses renew a lease as long as the one that they began with
+                raise ConfigError(f"{name} can't be changed", hint=f"make the manager with it: SyncManager({name}=...)")
+            raise ConfigError(f"a manager has no setting {name!r}", hint=f"its settings are {', '.join(names)}")
         if name == "config" and not isinstance(value, Config):
             value = config_of(value)
         if name in CHOICES:

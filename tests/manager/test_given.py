@@ -235,6 +235,10 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
         lambda m: setattr(m.settings, "timeout", 5),
         "no setting 'timeout' -- its settings are group,",
     ),
+    "a lease later": (
+        lambda m: setattr(m.settings, "lease_s", 5),
+        r"lease_s can't be changed -- make the manager with it: SyncManager\(lease_s=...\)",
+    ),
     "a group without ranks": (
         lambda _: SyncManager(process_group="x"),  # type: ignore[arg-type]
         "process_group= was given, and torch.distributed is not initialised",
@@ -376,6 +380,38 @@ def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_
         "",
     )
     assert rig.ask("state")["log"] == ["pause:keep", "hold", "resume"]
+
+
+AT_THE_END = """
+import sys, time
+from inference_plugin.devices import threads
+from tests.support.plain_engine import checkpoint
+from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters.update import handle
+
+class Slow(ModuleAdapter):
+    def manifest(self):
+        time.sleep(float(sys.argv[1]))
+        return super().manifest()
+
+manager = SyncManager(timeout_s=float(sys.argv[2]))
+manager.update_async(Slow(checkpoint(1)), 1)
+handle.GRACE_S = threads.END_S = 0.1
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("takes_s", "timeout_s", "served"), [(0.5, 120, 1), (3600, 0.5, None)], ids=["slow", "hangs"])
+def test_a_program_that_ends_during_an_update_waits_for_it_until_its_deadline(
+    start: Start, takes_s: float, timeout_s: float, served: int | None
+) -> None:
+    """It waited for ever where a source hung, and no launcher noticed that its rank had failed."""
+    rig = start()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-c", AT_THE_END, str(takes_s), str(timeout_s)]
+    assert subprocess.run(program, env=environment, timeout=600).returncode == 7
+    with SyncManager() as asks:
+        assert asks.versions() == {rig.replica: served}
 
 
 def test_a_failure_for_which_nobody_asks_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -256,9 +256,28 @@ def test_a_filter_pattern_that_matches_nothing_is_refused(patterns: dict[str, li
         ModuleAdapter(Net(), **patterns).manifest()
 
 
-def test_one_string_as_a_list_of_patterns_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"lists of patterns, not one string: \['\*.weight'\]"):
-        ModuleAdapter(Net(), include="*.weight")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"include": "*.weight"}, r"include='\*.weight' is no list of patterns"),
+        ({"exclude": 3}, "exclude=3 is no list of patterns"),
+        ({"exclude": [3]}, r"exclude=\[3\] is no list of patterns"),
+        ({"rename": "first"}, "rename='first' is neither a function of a name nor a mapping"),
+        ({"rename": {"kept": 3}}, "rename={'kept': 3} is neither a function of a name nor a mapping"),
+        ({"dtype_rules": ["*.weight"]}, r"dtype_rules have '\*.weight', which is no pair"),
+        ({"dtype_rules": {3: "bfloat16"}}, r"dtype_rules have \(3, 'bfloat16'\), which is no pair"),
+        ({"dtype_rules": 0}, "dtype_rules have 0, which is no pair"),
+    ],
+)
+def test_names_and_rules_of_another_form_are_refused_as_the_adapter_is_made(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        ModuleAdapter(Net(), **wrong)
+
+
+def test_a_function_that_renames_to_what_is_no_name_is_told_what_it_returned() -> None:
+    rename: Any = len
+    with pytest.raises(ArgumentError, match=r"rename\('.*'\) returned \d+, a int"):
+        ModuleAdapter(Net(), rename=rename).manifest()
 
 
 def test_the_other_name_of_a_tied_weight_travels_where_the_first_is_left_out() -> None:

@@ -30,10 +30,9 @@ def checked_options(
         raise error(f"{given_as}: SyncManager {wrong}", hint="docs/trainers.md lists what it takes") from None
     try:
         DtypeRules(dtype)
-    except (WeightwireError, TypeError, ValueError) as wrong:
-        why = wrong.message if isinstance(wrong, WeightwireError) else f"it is a {type(dtype).__name__}"
+    except WeightwireError as wrong:
         raise error(
-            f"{given_as}: dtype={dtype!r}: {why}", hint="a dtype is torch.bfloat16 or its name, 'bfloat16'"
+            f"{given_as}: dtype={dtype!r}: {wrong.message}", hint="a dtype is torch.bfloat16 or its name, 'bfloat16'"
         ) from None
     return dict(options)
 

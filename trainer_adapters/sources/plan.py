@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, narrowed
 from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [
-    "Dims", "TensorInfo", "CheckpointLayout", "LocalShard", "Plan", "Target", "Rename", "PlannedSlice", "make_plan",
-    "shards_of_run", "planned_slices", "unwrapped", "whole_shard", "whole_target",
+    "Dims", "TensorInfo", "CheckpointLayout", "LocalShard", "Plan", "Target", "Rename", "PlannedSlice",
+    "checked_rename", "make_plan", "new_name", "shards_of_run", "planned_slices", "unwrapped", "whole_shard", "whole_target",
 ]  # fmt: skip
 
 Dims: TypeAlias = tuple[int, ...]
@@ -266,17 +266,41 @@ def _unwrapped(names: list[str]) -> list[str]:
 
 
 def _renamed(names: list[str], rename: Rename) -> list[str | None]:
+    if isinstance(rename, Mapping) and (unused := sorted(set(rename) - set(names))):
+        raise ManifestMismatch(
+            f"rename has names that the model doesn't: {first_few(unused)}",
+            hint="names are given without wrappers such as module. and _orig_mod.",
+            side="trainer",
+        )
+    return [new_name(rename, name) for name in names]
+
+
+def checked_rename(rename: Rename) -> Rename:
+    """Raises `ArgumentError` for what is neither a function nor a mapping of names."""
+    names = [*rename, *rename.values()] if isinstance(rename, Mapping) else []
+    if not (isinstance(rename, Mapping | Callable | None) and all(map(_is_name, names))):
+        raise ArgumentError(
+            f"rename={rename!r} is neither a function of a name nor a mapping of names",
+            hint='such as rename={"lm_head.weight": "output.weight"}; None in place of a name leaves a tensor out',
+        )
+    return rename
+
+
+def new_name(rename: Rename, name: str) -> str | None:
+    """The name under which a tensor travels; None leaves it out. Raises `ArgumentError` if a function returns anything else."""
     if rename is None:
-        return list(names)
+        return name
     if isinstance(rename, Mapping):
-        if unused := sorted(set(rename) - set(names)):
-            raise ManifestMismatch(
-                f"rename has names that the model doesn't: {first_few(unused)}",
-                hint="names are given without wrappers such as module. and _orig_mod.",
-                side="trainer",
-            )
-        return [rename.get(name, name) for name in names]
-    return [rename(name) for name in names]
+        return rename.get(name, name)
+    if not _is_name(new := rename(name)):
+        raise ArgumentError(
+            f"rename({name!r}) returned {new!r}, a {type(new).__name__}", hint="return a name, or None to leave it out"
+        )
+    return new
+
+
+def _is_name(name: object) -> bool:
+    return name is None or isinstance(name, str)
 
 
 def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo, ...]) -> None:

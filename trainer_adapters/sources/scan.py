@@ -36,6 +36,7 @@ from trainer_adapters.sources.plan import (
     Rename,
     Target,
     TensorInfo,
+    checked_rename,
     make_plan,
     planned_slices,
 )
@@ -127,7 +128,7 @@ class ScannedSource(WeightSource):
         self._module = module
         self._in_memory = in_memory
         self._rules = DtypeRules(dtype_rules)
-        self._rename = rename
+        self._rename = checked_rename(rename)
         self._names = NameFilter(include, exclude)
         self._plan: Plan | None = None
         self._last_slice_plan: SlicePlan | None = None
@@ -388,9 +389,8 @@ def _disagreement(old: tuple[TensorInfo, ...], new: tuple[TensorInfo, ...]) -> M
         for name, info in before.items()
         if name in after and (info.shape, info.dtype) != (after[name].shape, after[name].dtype)
     ]
-    changes = changes or ["its order, ties or sharding"]
     return ManifestMismatch(
-        f"the model changed after its manifest was made: {first_few(changes)}",
+        f"the model changed after its manifest was made: {first_few(changes or ['its order, ties or sharding'])}",
         hint="start the update again: each one makes a manifest of its own",
         side="trainer",
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
 __all__ = ["DtypeRules", "NameFilter", "Rules"]
@@ -22,15 +22,13 @@ Rules: TypeAlias = (
 class NameFilter:
     """Selects the tensors to send by `fnmatch` patterns on the names of the manifest, case-sensitive.
 
-    With `include`, only names that match one of its patterns are sent; names that match a pattern of `exclude` never are.
+    With `include`, only names that match one of its patterns are sent; names that match a pattern of `exclude` never are. Raises
+    `ArgumentError` for what is no list of patterns.
     """
 
     def __init__(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> None:
-        for patterns in (include, exclude):
-            if isinstance(patterns, str):
-                raise TypeError(f"include and exclude are lists of patterns, not one string: [{patterns!r}]")
-        self.include = tuple(include)
-        self.exclude = tuple(exclude)
+        self.include = _patterns("include", include)
+        self.exclude = _patterns("exclude", exclude)
 
     def keep(self, names: Iterable[str]) -> set[str]:
         """The names that are sent. Raises `ManifestMismatch` for a pattern that matches none of them."""
@@ -55,7 +53,7 @@ class DtypeRules:
     Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight": torch.float32, "*":
     torch.bfloat16}`. Tensors that match no rule keep their dtype. A dtype may be given by torch's name. A single dtype stands
     for `{"*": dtype}`. "engine" stands for the dtypes of the engine's own model: the first update asks for them, and until then
-    nothing is cast (`adopt`).
+    nothing is cast (`adopt`). Raises `ArgumentError` for rules of another form.
     """
 
     def __init__(
@@ -65,12 +63,12 @@ class DtypeRules:
         self.follow_engine: bool = rules.follow_engine if isinstance(rules, DtypeRules) else rules == "engine"
         if isinstance(rules, DtypeRules):
             pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules
-        elif self.follow_engine:
+        elif self.follow_engine or rules is None:
             pairs = ()
         elif isinstance(rules, str | torch.dtype):
             pairs = (("*", rules),)
         else:
-            pairs = rules.items() if isinstance(rules, Mapping) else rules or ()
+            pairs = _pairs(rules)
         self.rules: tuple[tuple[str, torch.dtype], ...] = tuple(
             (pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs
         )
@@ -138,6 +136,25 @@ class DtypeRules:
                 hint="rules are matched against the names of the manifest, in order; correct or remove these",
                 side="trainer",
             )
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...]:
+    patterns = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentError(f"{name}={given!r} is no list of patterns", hint=f'such as {name}=["*.bias"]')
+    return patterns
+
+
+def _pairs(rules: object) -> list[tuple[str, torch.dtype | str]]:
+    given = rules.items() if isinstance(rules, Mapping) else rules
+    pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ArgumentError(
+                f"dtype_rules have {pair!r}, which is no pair of a pattern and a dtype",
+                hint='such as dtype_rules={"*norm.weight": torch.float32, "*": "bfloat16"}',
+            )
+    return pairs
 
 
 def _kind(dtype: torch.dtype) -> str:

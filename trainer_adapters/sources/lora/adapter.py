@@ -21,7 +21,7 @@ from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSour
 from trainer_adapters.sources.lora.factors import check_kind, source_of
 from trainer_adapters.sources.lora.peft_model import AddedProduct, PeftStructure, base_changed_by, structure_of
 from trainer_adapters.sources.lora.product import saved_name, scaled
-from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.selection import DtypeRules, Rules
 
 __all__ = ["LoRAAdapter"]
 
@@ -62,7 +62,7 @@ class LoRAAdapter(WrappingSource):
         self._model = model
         self._adapter = adapter
         self._ranks = process_group
-        self._options: dict[str, Any] = {"dtype_rules": dtype_rules, "include_buffers": "none"}
+        self._options: dict[str, Any] = {"dtype_rules": DtypeRules(dtype_rules), "include_buffers": "none"}
         self._names: dict[str, str] = {}
         self._scaling: dict[str, float] = {}
         self._source: WeightSource | None = None

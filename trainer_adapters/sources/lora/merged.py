@@ -27,9 +27,9 @@ from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.lora.factors import PeftFactors, source_of
 from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import add_product, exact_copy
-from trainer_adapters.sources.plan import Dims, Rename, Target
+from trainer_adapters.sources.plan import Dims, Rename, Target, checked_rename, new_name
 from trainer_adapters.sources.scan import ScannedSource
-from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.streams import Buffers
 
 __all__ = ["MergedLoRAAdapter"]
@@ -83,12 +83,13 @@ class MergedLoRAAdapter(WrappingSource):
         self._factors = PeftFactors(model, process_group)
         self._model = model
         self._ranks = process_group
-        self._rename = rename
+        self._rename = checked_rename(rename)
+        names = NameFilter(include, exclude)
         self._options: dict[str, Any] = {
-            "dtype_rules": dtype_rules,
+            "dtype_rules": DtypeRules(dtype_rules),
             "include_buffers": include_buffers,
-            "include": include,
-            "exclude": exclude,
+            "include": names.include,
+            "exclude": names.exclude,
         }
         self._structure = PeftStructure()
         self._seen: set[str] = set()
@@ -150,12 +151,7 @@ class MergedLoRAAdapter(WrappingSource):
         if (base := self._structure.base_name(name)) is None:
             return None
         self._seen.add(base)
-        return self._renamed(base)
-
-    def _renamed(self, base: str) -> str | None:
-        if self._rename is None:
-            return base
-        return self._rename.get(base, base) if isinstance(self._rename, Mapping) else self._rename(base)
+        return new_name(self._rename, base)
 
     def _check_names(self) -> None:
         """Checks names that the base model's source can't check, because it sees PEFT's names. Raises `ManifestMismatch`."""
@@ -172,7 +168,8 @@ class MergedLoRAAdapter(WrappingSource):
         apart = [
             f"{alias} and {source}"
             for alias, source in self._structure.ties.items()
-            if self._renamed(alias) in self._manifest.index and self._renamed(source) in self._manifest.index
+            if new_name(self._rename, alias) in self._manifest.index
+            and new_name(self._rename, source) in self._manifest.index
         ]
         if apart:
             raise ManifestMismatch(
@@ -189,7 +186,7 @@ class MergedLoRAAdapter(WrappingSource):
         places: dict[int, list[_AdaptedTensor]] = {}
         tied: list[str] = []
         for base, additions in self._structure.additions.items():
-            for target in targets.get(self._renamed(base) or "", ()):
+            for target in targets.get(new_name(self._rename, base) or "", ()):
                 if target.name in self._manifest.tied or target.name in spoken:
                     tied.append(target.name)
                 else:
