@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,6 +178,29 @@ def test_a_replica_that_is_slow_to_open_the_group_leaves_the_others_their_time()
     assert played.states() == {"ready": "open", "slow": "failed"} and not played.machine.is_busy
 
 
+def test_a_step_that_begins_late_shares_the_time_that_is_left() -> None:
+    """Writing took most of the time: no replica would have had any to check what was written."""
+    played = Played("a", "b").begin("a", "b")
+    played.now_s = 90.0
+    played.on(SealAll((), "digest"))
+    assert played.machine.is_busy and played.machine.wakes_at_s == pytest.approx(TIMEOUT_S - COMMIT_SHARE * 10)
+    for name in "ab":
+        played.say(name, Sealed(done=True))
+    played.on(CommitAll())
+    assert played.asked(Commit) == ["a", "b"]
+
+
+def test_the_opening_of_a_large_fleet_costs_in_proportion_to_its_workers() -> None:
+    names = [f"replica-{i}" for i in range(128)]
+    played = Played(*names, workers=8)
+    began_s = time.process_time()
+    for worker, name in itertools.product(range(8), names):
+        played.say(name, OPENED, worker)
+        assert played.machine.wakes_at_s > 0, "asked for after each event"
+    assert time.process_time() - began_s < 2, "it was 8 s: each answer looked at each pair of replicas"
+    assert set(played.states().values()) == {"open"}
+
+
 def test_transports_are_tried_in_order_and_each_refusal_is_named() -> None:
     played = Played("a", workers=2)
     assert [each.transport for each in played.actions if isinstance(each, AskToOpen)] == ["shm"]
@@ -340,6 +364,24 @@ def test_a_replica_that_was_not_ready_is_left_behind_and_asked_nothing_more() ->
     error = played.machine.participants["slow"].error
     assert isinstance(error, SyncTimeout) and error.phase == "seal"
     assert played.asked(Seal) == ["ready", "slow"]
+
+
+def test_a_replica_that_was_asked_to_commit_when_this_side_fails_is_of_an_unknown_version() -> None:
+    """Another one serves the version, so the update is over; it counted as one that was not ready."""
+    played = Played("a", "b").begin("a", "b")
+    played.on(SealAll((), "digest"))
+    for name in "ab":
+        played.say(name, Sealed(done=True))
+    played.on(CommitAll())
+    played.say("a", committed(), None)
+    actions = played.on(LeaveBehind())
+    error = played.machine.participants["b"].error
+    assert (
+        isinstance(error, SyncTimeout)
+        and error.phase == "commit"
+        and "whether the update is installed" in error.message
+    )
+    assert Holds("b", "either") in actions and played.states() == {"a": "committed", "b": "failed"}
 
 
 @pytest.mark.parametrize("lost", [PeerLost, SyncTimeout])

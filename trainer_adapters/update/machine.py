@@ -41,6 +41,7 @@ from trainer_adapters.update.machine_io import (
     OpenAll,
     Participant,
     SealAll,
+    State,
     Step,
     StopWaiting,
     TellAbort,
@@ -50,10 +51,11 @@ from trainer_adapters.update.state import TransactionState
 __all__ = ["TransactionMachine"]
 
 OPEN_SHARE = 0.4
-"""Share of the operation's time that is kept for later steps when one replica is slow to open the group."""
+"""Share of the operation's time, as it opens the group, that is kept for later steps when one replica is slow to open it."""
 
 COMMIT_SHARE = 0.2
-"""Share of the operation's time that is kept for the commit when one replica is slow to seal."""
+"""Share of the operation's time that is left once all is written, which is kept for the commit when one replica is slow to
+seal."""
 
 
 class TransactionMachine(TransactionState):
@@ -64,7 +66,7 @@ class TransactionMachine(TransactionState):
         """When a `Tick` is due if nothing happens before; infinity if none is."""
         at_s = math.inf
         if self.is_on:
-            at_s = min([self.until_s, *map(self._ends_at_s, self.at_work)])
+            at_s = min([self.until_s, *map(self._ends_at_s, {one.state for one in self.at_work})])
         for one in self.ending:
             at_s = min(at_s, one.ends_at_s)
         return at_s
@@ -136,7 +138,7 @@ class TransactionMachine(TransactionState):
     def _seal(self, event: SealAll) -> None:
         terms = self.terms
         # A replica that is slow or silent must not use up the time in which the others are to commit.
-        until_s = terms.deadline_s - COMMIT_SHARE * terms.timeout_s
+        until_s = terms.deadline_s - COMMIT_SHARE * (terms.deadline_s - self.now_s)
         if isinstance(terms.stragglers, BestEffort):
             until_s = min(until_s, self.now_s + terms.stragglers.deadline_s)
         if not self._starts("seal", until_s):
@@ -159,9 +161,15 @@ class TransactionMachine(TransactionState):
                 self.do(Ask(one.replica, None, request, terms.silence_s))
 
     def _leave_behind(self) -> None:
-        """Drops the replicas that the commit did not wait for. This comes once the others serve the version."""
-        self.step, self.is_on = "seal", False
+        """Drops the replicas that the commit did not wait for. This comes once the others serve the version, or when something
+        fails on this side after one of them does: then nobody knows what those serve that were asked to commit."""
+        self.is_on = False
         for one in [each for each in self.participants.values() if each.is_in]:
+            if one.state == "committing":
+                self.step = "commit"
+                self.fail(one, self._too_late(one))
+                continue
+            self.step = "seal"
             hint = "it is caught up, or the next update brings it up"
             self.fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
 
@@ -180,7 +188,7 @@ class TransactionMachine(TransactionState):
 
     def _starts(self, step: Step, until_s: float) -> bool:
         """Begins a step; false if the operation's time is over."""
-        self.step, self.until_s, self.is_on = step, until_s, True
+        self.step, self.began_s, self.until_s, self.is_on = step, self.now_s, until_s, True
         if self.now_s >= self.terms.deadline_s:
             words = f"update:{self.terms.version} took longer than {self.terms.timeout_s:g} s"
             self.error, self.is_on = SyncTimeout(words), False
@@ -188,12 +196,12 @@ class TransactionMachine(TransactionState):
 
     # --- when a step is over -----------------------------------------------------------------------------------------
 
-    def _ends_at_s(self, one: Participant) -> float:
-        """When the wait for a replica ends. The wait for an opening ends earlier once another replica is open, because the later
-        steps need time. The wait for a replica to stop ends earlier too, because others stand still meanwhile."""
-        if one.state == "opening" and self._others_wait:
-            return self.until_s - OPEN_SHARE * self.terms.timeout_s
-        if one.state == "standing":
+    def _ends_at_s(self, state: State) -> float:
+        """When the wait for replicas in a state ends. The wait for an opening ends earlier once another replica is open, because
+        the later steps need time. The wait for a replica to stop ends earlier too, because others stand still meanwhile."""
+        if state == "opening" and self._others_wait:
+            return self.until_s - OPEN_SHARE * (self.until_s - self.began_s)
+        if state == "standing":
             return min(self.until_s, self.stood_s + self.terms.silence_s)
         return self.until_s
 
@@ -220,11 +228,11 @@ class TransactionMachine(TransactionState):
                 self.actions += [StopWaiting(one.replica) for one in at_work]
                 self._judge()
             return
+        over = {state for state in {one.state for one in at_work} if self.now_s >= self._ends_at_s(state)}
         for one in at_work:
-            if self.now_s >= self._ends_at_s(one):
+            if one.state in over:
                 self.fail(one, self._too_late(one))
-                at_work = self.at_work
-        self.is_on = bool(at_work)
+        self.is_on = bool(self.at_work)
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":

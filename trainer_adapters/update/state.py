@@ -46,8 +46,8 @@ class TransactionState:
         self.step: Step = "agree"
         self.error: WeightwireError | None = None
         self.is_on = False
-        """Whether the step still runs; `until_s`: when it ends at the latest."""
-        self.until_s = math.inf
+        """Whether the step still runs; `began_s`, `until_s`: when it began, and when it ends at the latest."""
+        self.began_s, self.until_s = 0.0, math.inf
         self.now_s = 0.0
         self.stood_s = math.inf
         """When the first replica stood still to be streamed into."""
