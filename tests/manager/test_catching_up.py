@@ -16,7 +16,7 @@ import zmq
 from inference_plugin.net.channel import Channel
 from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.transports.registry import transport_named
-from inference_plugin.wire.errors import SyncTimeout, TornReplica, TransportUnavailable
+from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, TransportUnavailable
 from inference_plugin.wire.tracing import Trace
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source, waiting
@@ -123,6 +123,27 @@ def test_an_update_goes_on_without_a_replica_that_is_being_caught_up_and_leaves_
     second.ask("drained")
     eventually(lambda: seen(manager, second, "current", 3), "the newcomer caught up")
     assert holds(second, 3) and installed(second) == ["installed:policy:1", "installed:policy:3"]
+
+
+def test_whoever_wants_all_replicas_is_told_of_one_that_is_still_being_caught_up(
+    start: Start, manager: SyncManager
+) -> None:
+    """A verification was `ok` without it, and `stragglers="all"` committed the others."""
+    first = start()
+    manager.update(source(1), 1)
+    manager.settings.in_flight = "drain"
+    second = start()
+    eventually(paused(second), "the newcomer's commit, which waits for its requests")
+    manager.settings.in_flight, manager.settings.timeout_s = "keep", 6
+    verified = manager.verify(source(1))
+    errors = {one.replica: one.error.message if one.error else "" for one in verified.replicas}
+    assert errors == {first.replica: "", second.replica: "it is still being caught up"} and not verified.ok
+    manager.settings.stragglers = "all"
+    with pytest.raises(CommitFailed, match=r"1 of 2 replicas are ready.*none commits.*it is still being caught up"):
+        manager.update(source(2), 2)
+    assert holds(first, 1)
+    second.ask("drained")
+    eventually(lambda: seen(manager, second, "current", 1), "the newcomer caught up")
 
 
 def test_a_replica_that_registers_during_an_update_waits_for_its_end(start: Start, manager: SyncManager) -> None:

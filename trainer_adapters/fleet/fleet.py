@@ -163,8 +163,8 @@ class Fleet:
 
     def take_part(self, needed: float, timeout_s: float) -> TakingPart:
         """Connects to all living replicas; sessions from before are kept. Replicas that are being caught up are left out, or
-        waited for if fewer than `needed` are left. Raises `PeerLost` if there is no replica, and the first error if none
-        could be connected to."""
+        waited for if fewer than `needed` are left; where all are needed, they are not reached in the end. Raises `PeerLost` if
+        there is no replica, and the first error if none could be connected to."""
         self.adopt()
         cards = {card.replica: card for card in self.cards() or self._cards_again(timeout_s)}
         free = self._wait_for_free(cards, needed, timeout_s)
@@ -186,6 +186,10 @@ class Fleet:
                 self._sessions[name] = session
                 self._on(TookPart(session.card))
                 part.sessions.append(session)
+        for name in sorted(set(cards) - free) if math.isinf(needed) else ():  # whoever wants all is told of these
+            hint = "catching up ends by its own deadline; call it again then"
+            missing = SyncTimeout("it is still being caught up", hint=hint, side="manager", replica=name, phase="agree")
+            part.unreached.append((cards[name], missing))
         if not part.sessions:
             raise part.unreached[0][1]
         return part
