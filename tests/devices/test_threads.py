@@ -33,7 +33,7 @@ def copy(name):
 
 TRAINER = """
 from trainer_adapters import WeightSource
-from trainer_adapters.batch.rollouts.serial import SerialExecutor
+from trainer_adapters.serial import SerialExecutor
 from trainer_adapters.update.together import SlicesTogether
 
 class Source(WeightSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -71,8 +72,10 @@ class RankContext:
         return self._manifest  # the same object as before: it remembers how its boxes are cut
 
     def close(self) -> None:
-        """Has replicas free what they keep for the next update, frees segments and closes sockets."""
-        if self.fleet is not None:
-            self.fleet.release()
-        self.writer.close()
-        self.ranks.close()
+        """Has replicas free what they keep for the next update, frees segments and closes sockets; all of it, also where a part
+        of it raises."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.ranks.close)
+            stack.callback(self.writer.close)
+            if self.fleet is not None:
+                self.fleet.release()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from inference_plugin.devices import Device, Mark, in_use
 from inference_plugin.net.gate import no_thread
-from inference_plugin.wire.errors import ManagerClosed, ProtocolError
+from inference_plugin.wire.errors import ManagerClosed, ProtocolError, SyncTimeout
+from trainer_adapters.serial import SerialExecutor
 from trainer_adapters.settings import Settings
-from trainer_adapters.update.handle import GRACE_S, called_from_inside, still_running, wait_for
+from trainer_adapters.update.handle import called_from_inside, still_running, wait_for
 
 __all__ = ["OperationThread"]
 
@@ -42,13 +45,14 @@ class OperationThread:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._works_on: tuple[Device, int | None] | None = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="weightwire-manager", initializer=self._begin
-        )
-        try:  # now: a later call that found no thread would fail, and its work would stay in the queue and run after all
-            self._pool.submit(lambda: None)
+        try:
+            if _program_ends:
+                raise RuntimeError("interpreter shutdown")
+            self._calls = SerialExecutor("weightwire-manager")
         except RuntimeError as error:
             raise no_thread(error, "a manager") from error
+        self._calls.submit(self._begin)
+        _of_process.add(self)
 
     @property
     def is_this_thread(self) -> bool:
@@ -68,14 +72,17 @@ class OperationThread:
         Raises as `check_open` does."""
         with self._lock:
             self.check_open()
+            if _program_ends:
+                raise ManagerClosed(
+                    "no operation can begin while the program ends",
+                    hint="call it at the end of the program's own code; close() works here too",
+                    side="manager",
+                )
             self.last_deadline_s = max(self.last_deadline_s, deadline_s)
-            try:
-                if not reads:
-                    return self._pool.submit(work, *arguments)
-                device = in_use()
-                return self._pool.submit(self._read, device, device.current(), device.record(), work, *arguments)
-            except RuntimeError as error:
-                raise _program_ends(error) from error
+            if not reads:
+                return self._calls.submit(work, *arguments)
+            device = in_use()
+            return self._calls.submit(self._read, device, device.current(), device.record(), work, *arguments)
 
     def check_open(self) -> None:
         """Raises `ManagerClosed` once the manager is being closed, and `ProtocolError` in a fork of its process."""
@@ -130,7 +137,6 @@ class OperationThread:
             self.is_closing = True
             if (closed := self._closed) is None:
                 closed = self._closed = self._last(work)
-                self._pool.shutdown(wait=False)
         if not wait or self.is_this_thread:
             return
         concurrent.futures.wait([closed], SILENT_S)
@@ -143,19 +149,21 @@ class OperationThread:
     def _begin(self) -> None:
         self._thread = threading.current_thread()
 
+    def last(self) -> concurrent.futures.Future[None]:
+        """Done once all operations that were submitted so far are over, and the manager is closed if it is being closed."""
+        with self._lock:
+            return self._closed or self._calls.submit(lambda: None)
+
     def _last(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
-        try:
-            return self._pool.submit(work)
-        except RuntimeError:
-            # The program ends: Python has ended the thread, or does after the operations that were queued.
-            closed: concurrent.futures.Future[None] = concurrent.futures.Future()
-            if self._thread is not None and not self.is_this_thread:  # there, all ends with the process
-                self._thread.join(max(self.last_deadline_s - time.monotonic(), 0.0) + GRACE_S)
-                if self._thread.is_alive():
-                    raise still_running() from None
-                work()
+        if self._thread is None or self._thread.is_alive():
+            closed = self._calls.submit(work)
+            with contextlib.suppress(SyncTimeout):
+                self._calls.close(0)  # after that
+        else:  # the program ends, and has ended the thread
+            work()
+            closed = concurrent.futures.Future()
             closed.set_result(None)
-            return closed
+        return closed
 
     def _read(
         self, device: Device, index: int | None, step: Mark, work: Callable[..., Result], *arguments: Any
@@ -171,10 +179,17 @@ class OperationThread:
             device.synchronise()
 
 
-def _program_ends(error: RuntimeError) -> ManagerClosed:
-    """Python ends the threads of pools before it calls the functions that `atexit` knows."""
-    return ManagerClosed(
-        f"no operation can begin while the program ends: {error}",
-        hint="call it at the end of the program's own code; close() works here too",
-        side="manager",
-    )
+_of_process: weakref.WeakSet[OperationThread] = weakref.WeakSet()
+_program_ends = False
+
+
+def _await_operations() -> None:
+    """When the program ends: no operation begins, and those that were submitted end, by their deadlines. A source or a listener
+    that hangs does not keep the process from ending."""
+    global _program_ends
+    _program_ends = True
+    for last, deadline_s in [(one.last(), one.last_deadline_s) for one in _of_process if not one.is_foreign]:
+        wait_for(last, deadline_s)
+
+
+threading._register_atexit(_await_operations)  # type: ignore[attr-defined] # `atexit` knows no process of `multiprocessing`

@@ -146,9 +146,9 @@ class Writer:
 
     def close(self) -> None:
         """Frees segments and closes sockets; may be called twice."""
-        for sender in self.senders.values():
-            sender.close()
-        self.senders.clear()
+        with contextlib.ExitStack() as stack:  # all of them, also where a plug-in's raises
+            while self.senders:
+                stack.callback(self.senders.popitem()[1].close)
 
     def _cuts(self, go: Go, manifest: Manifest) -> list[Sequence[Box]]:
         """The boxes at whose edges slices are cut, of each kind of worker that is sent its own bytes."""

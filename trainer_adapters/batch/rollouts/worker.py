@@ -37,7 +37,7 @@ from trainer_adapters.batch.limits import checked_count, checked_seconds
 from trainer_adapters.batch.rollouts.connections import Connections
 from trainer_adapters.batch.rollouts.generated import Generate, Generated, RowStore, checked_tags
 from trainer_adapters.batch.rollouts.link import Orders, PoolLink
-from trainer_adapters.batch.rollouts.serial import SerialExecutor
+from trainer_adapters.serial import SerialExecutor
 
 __all__ = ["Generate", "Generated", "RolloutWorker"]
 
