@@ -36,7 +36,7 @@ class Events:
     no update waits. A plug-in's hook is `weightwire_update_<event>` for updates and `weightwire_<event>` for replicas.
     Arguments, all by name:
 
-    - staged: group (str), version (int), seconds (float, from the call): every trainer rank has written; weights may change
+    - staged: group (str), version (int), seconds (float, from its beginning): every trainer rank has written; weights may change
       again;
     - committed: report (`UpdateReport`): the update is over and at least one replica serves the version, whether or not `update`
       raises for another one;

@@ -47,7 +47,7 @@ class UpdateMetrics:
             labelnames=("group", "kind"),
             registry=registry,
         )
-        self.seconds = Counter("weightwire_update_seconds", "Seconds from call to last commit.", **per_group)
+        self.seconds = Counter("weightwire_update_seconds", "Seconds from beginning to last commit.", **per_group)
         self.phase_seconds = Counter(
             "weightwire_update_phase_seconds",
             "Seconds of updates by phase: agree, stage, seal, commit, and their parts.",

@@ -20,7 +20,13 @@ from inference_plugin.install.storages import keys_by_name, storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, handed_out_bytes, loader_coverage
 from inference_plugin.wire.dtype_hint import check_quantises_nothing, dtype_line, dtype_rules
-from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few, lacks_resources
+from inference_plugin.wire.errors import (
+    MAX_DTYPE_RULES,
+    EngineUnsupported,
+    ManifestMismatch,
+    first_few,
+    lacks_resources,
+)
 from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
@@ -173,13 +179,16 @@ class _Negotiation:
             own = {spec.name: spec.dtype for spec in self._manifest.tensors}
             wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
             check_quantises_nothing(own, wanted)
+            rules = dtype_rules(wanted)
+            by_itself = 'dtype="engine" takes the engine\'s dtypes'
+            if len(rules) > MAX_DTYPE_RULES:
+                by_itself = f'these are {len(rules)} rules, and dtype="engine" takes {MAX_DTYPE_RULES} at most'
             error = ManifestMismatch(
                 f"dtypes differ: {first_few(wrong, 3)}",
-                hint="nothing is cast silently: dtype=\"engine\" takes the engine's dtypes; or give the trainer's adapter, or "
-                f"update, {dtype_line(wanted)}",
+                hint=f"nothing is cast silently: {by_itself}; or give the trainer's adapter, or update, {dtype_line(wanted)}",
                 phase="open",
             )
-            error.dtypes = dtype_rules(wanted)
+            error.dtypes = rules
             raise error
         if plan.doubled:
             raise ManifestMismatch(

@@ -65,7 +65,8 @@ class _Shown(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(_Shown, frozen=True):
-    """An update: `bytes` of the manifest, `seconds` from call to last commit, `phases` in seconds on the manager rank.
+    """An update: `bytes` of the manifest, `seconds` from its beginning (once earlier operations are over) to its last commit,
+    `phases` in seconds on the manager rank.
 
     Phases: agree (discover, open, begin), stage (all ranks write; gather, pack and move are within it), seal (digests
     checked, standby prepared), commit (wait for the boundary, pause, install). `messages` are all requests sent, by all

@@ -23,6 +23,8 @@ from inference_plugin.net.channel import Channel
 from inference_plugin.net.records import last_report
 from inference_plugin.transports import shm
 from inference_plugin.transports.segment import SegmentAddress
+from inference_plugin.transports.zmq import ZmqSender
+from inference_plugin.wire import errors
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
     ArgumentError,
@@ -45,6 +47,7 @@ from tests.support.managers import SyncManager
 from tests.support.plain_engine import TIED, ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
 from tests.trainers.launching import run_ranks
+from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.update import machine
 
 
@@ -324,11 +327,13 @@ def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> 
         SyncManager(transport="pigeon")
 
 
-def test_closing_twice_is_harmless_and_leaves_no_segment(start: Start) -> None:
-    def mapped() -> set[str]:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return {line.split()[4] for line in lines if "memfd:weightwire" in line}
+def mapped() -> set[str]:
+    """The segments that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:weightwire" in line}
 
+
+def test_closing_twice_is_harmless_and_leaves_no_segment(start: Start) -> None:
     start()
     before = mapped()  # what earlier tests left to the garbage collector may end meanwhile
     manager = SyncManager(timeout_s=60)
@@ -337,6 +342,24 @@ def test_closing_twice_is_harmless_and_leaves_no_segment(start: Start) -> None:
     manager.close()
     manager.close()
     assert mapped() <= before
+
+
+def test_a_part_of_a_manager_that_fails_to_close_leaves_no_other_one_open(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plug-in's transport, say, or the replicas' sockets: segments as large as the model stayed."""
+
+    def fails(_: object) -> None:
+        raise OSError("it can't be closed")
+
+    start()
+    before = mapped()
+    manager = SyncManager(timeout_s=60)
+    manager.update(source(1), 1)
+    monkeypatch.setattr(Fleet, "release", fails)
+    monkeypatch.setattr(ZmqSender, "close", fails)
+    manager.close()
+    assert mapped() <= before and "it can't be closed" in caplog.text
 
 
 # --- what can go wrong on the engine's side ---------------------------------------------------------------------------
@@ -397,6 +420,18 @@ def test_a_verification_by_another_mapping_or_another_manager_compares_in_the_en
         assert other.verify(tensors(1), dtype="engine").ok
         (as_it_is,) = other.verify(tensors(1)).replicas
         assert "bfloat16 in the engine and torch.float32 in the source" in as_it_is.differ[0]
+
+
+def test_a_verification_whose_dtype_rules_do_not_travel_to_the_other_ranks_fails_on_rank_0_too(
+    start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 would verify once more by itself, and wait for the others, which have raised."""
+    start()
+    manager.update(source(1), 1)
+    floats = {name: tensor.float() for name, tensor in checkpoint(1).items()}
+    monkeypatch.setattr(errors, "MAX_DTYPE_RULES", 0)
+    with SyncManager() as other, pytest.raises(ManifestMismatch, match="dtypes differ"):
+        other.verify(floats, dtype="engine")
 
 
 def test_an_update_that_takes_the_engines_dtypes_skips_no_version(start: Start, manager: SyncManager) -> None:

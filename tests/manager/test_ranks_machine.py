@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, PeerLost, SyncTimeout, VersionConflict, WeightwireError
@@ -46,6 +48,23 @@ class Rank0:
 
     def wrote(self, rank: int, txn: str, **fields: object) -> dict[object, object]:
         return self.on(Said(Wrote(txn, rank, **fields), str(rank)))  # type: ignore[arg-type]
+
+
+def test_hearing_many_ranks_costs_in_proportion_to_them() -> None:
+    machine, count = RanksMachine(2048), 2047
+    machine.on(EnterOperation("update:1", 100.0), 0.0)
+    machine.on(Gather(), 0.0)
+    began_s = time.process_time()
+    heard = []
+    for rank in range(1, count + 1):
+        machine.on(Said(Ready(1, "update:1", rank), rank), 0.0)
+        heard.append(machine.all_heard)
+    machine.on(SendGo(Go("t", (), 10.0)), 0.0)
+    for rank in range(1, count + 1):
+        machine.on(Said(Wrote("t", rank), rank), 0.0)
+        heard.append(machine.all_heard)
+    assert time.process_time() - began_s < 3, "it was 6 s: all reports were sorted at each"
+    assert [i for i, all_heard in enumerate(heard, 1) if all_heard] == [count, 2 * count]
 
 
 def test_all_ranks_are_heard_then_write_then_are_told_the_outcome() -> None:

@@ -9,6 +9,7 @@ A rank waits for the answer to what it said last. Which operations belong togeth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -125,13 +126,18 @@ class RanksMachine:
     @property
     def heard(self) -> list[Ready | Wrote]:
         """What the ranks said for this step of rank 0's operation, in order of rank."""
+        return sorted(self._reports, key=lambda said: said.rank)
+
+    @property
+    def _reports(self) -> list[Ready | Wrote]:
+        """As `heard`, in any order: asked for at each message."""
         if self.state == "writing":
-            return [said for _, said in sorted(self._wrote.items())]
-        return [said for _, said in sorted(self.waiting.items()) if isinstance(said, Ready)]
+            return list(self._wrote.values())
+        return [said for said in self.waiting.values() if isinstance(said, Ready)]
 
     @property
     def all_heard(self) -> bool:
-        return len(self.heard) == self.size - 1
+        return len(self._reports) == self.size - 1
 
     @property
     def missing(self) -> set[int]:
@@ -139,7 +145,7 @@ class RanksMachine:
         others = set(range(1, self.size))
         if self.state == "failing":
             return others - self._told - self._away - self._astray - set(self.waiting)
-        return others - {said.rank for said in self.heard}
+        return others - {said.rank for said in self._reports}
 
     def on(self, event: Event, now_s: float) -> list[Reply]:
         match event:
@@ -147,7 +153,7 @@ class RanksMachine:
                 self._enter(event)
             case Gather():
                 self.state = "gathering"
-                self._sort_out()
+                self._sort_out(sorted(self.waiting))
             case Said():
                 self._take(event)
             case SendGo():
@@ -210,26 +216,26 @@ class RanksMachine:
             self._wrote[rank] = said
         self.waiting[rank], self._askers[rank] = said, event.asker
         if self.state == "idle" or (self.state == "gathering" and self.error is None):
-            self._sort_out()
+            self._sort_out([rank])  # the others were sorted out as they came
 
     def _why_it_fails(self, now_s: float) -> WeightwireError | None:
         """The first reason for which rank 0's operation cannot go on."""
-        heard = self.heard
-        for said in heard:
-            if said.error is not None:
-                return WeightwireError.of(said.error).at(side="trainer", rank=said.rank)
+        reports = self._reports
+        if errors := {said.rank: said.error for said in reports if said.error is not None}:
+            rank = min(errors)
+            return WeightwireError.of(errors[rank]).at(side="trainer", rank=rank)
         if self.state == "gathering":
             for rank in [rank for rank, operation in self._gave_up.items() if operation == self._turns.now]:
                 del self._gave_up[rank]
                 self._away.add(rank)
                 words = f"trainer rank {rank} gave {self._turns.now!r} up before all ranks were in it"
                 return SyncTimeout(words, hint=f"that rank's own error says why; {HINT}", side="trainer", rank=rank)
-        elif away := sorted(self._away & self.missing):
+        elif self._away and (away := sorted(self._away & self.missing)):
             words = f"trainer rank {away[0]} gave {self._turns.now!r} up before it had written its part"
             return SyncTimeout(words, hint=f"that rank's own error says why; {HINT}", side="trainer", rank=away[0])
-        if len(heard) == self.size - 1:
+        if len(reports) == self.size - 1:
             return None
-        if gone := sorted(self._gone & self.missing):
+        if self._gone and (gone := sorted(self._gone & self.missing)):
             words, hint = (
                 f"trainer rank {gone[0]}'s process ended",
                 "restart the trainer; replicas serve what they served",
@@ -243,10 +249,10 @@ class RanksMachine:
             )
         return None
 
-    def _sort_out(self) -> None:
-        """Before `Go`: what becomes of ranks that wait in another operation than rank 0's."""
-        for rank, said in sorted(self.waiting.items()):
-            if not isinstance(said, Ready):
+    def _sort_out(self, ranks: Sequence[int]) -> None:
+        """Before `Go`: what becomes of those ranks that wait in another operation than rank 0's."""
+        for rank in ranks:
+            if not isinstance(said := self.waiting.get(rank), Ready):
                 continue
             verdict = self._turns.judge(rank, said.operation)
             if verdict == "late":
@@ -273,7 +279,7 @@ class RanksMachine:
     def _fail_those_here(self, now_s: float) -> None:
         assert self.error is not None
         if self._astray:  # a rank that comes only now, and is astray as well, fails as the others did
-            self._sort_out()
+            self._sort_out(sorted(self.waiting))
         # A rank that was told already is in its next operation, which may have the same name: it waits for rank 0's.
         here = [rank for rank in self._here() if rank not in self._told | self._astray]
         for rank in here:
@@ -289,7 +295,7 @@ class RanksMachine:
         self.state, self._txn, self.error = "idle", "", None  # its traceback holds the model and the caller's future
         self._away.clear()
         self._turns.leave(untold)
-        self._sort_out()
+        self._sort_out(sorted(self.waiting))
 
     # --- replies -----------------------------------------------------------------------------------------------------
 

@@ -276,7 +276,8 @@ class TrainerRanks:
 
     def _wait(self) -> None:
         """Waits for a message, for the death of a rank that is awaited, or for the operation's deadline; takes in what came."""
-        missing = {rank: process for rank, process in self._processes.items() if rank in self._machine.missing}
+        ranks = self._machine.missing
+        missing = {rank: process for rank, process in self._processes.items() if rank in ranks}
         watched: list[tuple[Any, int]] = [(self._router, zmq.POLLIN)]
         watched += [(process.fd, zmq.POLLIN) for process in missing.values() if process.fd is not None]
         wakes_at_s = self._machine.wakes_at_s
