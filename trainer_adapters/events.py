@@ -55,7 +55,7 @@ class Events:
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
         """Adds a listener; returns what removes it again. Raises `ArgumentError`, a ValueError, for an event that doesn't exist
         and for a listener that cannot be called with the event's arguments."""
-        if event not in self._listeners:
+        if event not in list(self._listeners):  # a user may give a list
             raise ArgumentError(
                 f"{event!r} is none of {', '.join(self._listeners)}", hint="listen to one of these events"
             )
@@ -102,8 +102,8 @@ def phase_begins(operation: str, group: str, version: int | None, phase: str, ra
 
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
-    """Around a step that must not change an operation's answer: its failure is logged."""
+    """Around a step that must not change an operation's answer: its failure is logged, a plug-in's SystemExit too."""
     try:
         yield
-    except Exception:
+    except BaseException:
         logger.exception("weightwire: %s failed; the operation's answer stays as it is", what)

@@ -13,7 +13,7 @@ from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.follower import follow
 from trainer_adapters.update.handle import PendingUpdate
-from trainer_adapters.update.leader import lead, update
+from trainer_adapters.update.leader import keep, lead, update
 from trainer_adapters.update.rank_context import RankContext
 
 __all__ = ["in_engine_dtypes", "take_part"]
@@ -54,7 +54,7 @@ def _attempt(
         pending.answer(report)
         return report
     with context.fleet.updating():
-        return lead(
+        report = lead(
             context,
             operation,
             source,
@@ -63,3 +63,5 @@ def _attempt(
             group=context.settings.group,
             version=version,
         )
+    keep(report)
+    return report

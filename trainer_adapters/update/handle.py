@@ -53,7 +53,9 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         """The report; raises what the update raised. `timeout`: as for any future."""
         if (early := self._waited("result()", timeout)) is None:
             return super().result(timeout or 0)
-        logger.warning("weightwire: the update to version %d is over; a listener still runs", early.version)
+        logger.warning(
+            "weightwire: the update to version %d is over; a listener, or the disk of its report, hangs", early.version
+        )
         if (error := self._failure_of(early)) is not None:
             raise error
         return early

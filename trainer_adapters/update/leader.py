@@ -30,7 +30,7 @@ from trainer_adapters.update.agreement import what_differs
 from trainer_adapters.update.rank_context import RankContext
 from trainer_adapters.update.transaction import Transaction, segment_id
 
-__all__ = ["gather_ready", "lead", "update", "write"]
+__all__ = ["gather_ready", "keep", "lead", "update", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,17 @@ def update(context: RankContext, source: WeightSource, manifest: Manifest, versi
             context.fleet.versions.sent(version)
 
 
+def keep(report: UpdateReport) -> None:
+    """Writes an update's report and logs its failures, after all ranks have been told it: nobody's answer waits for a disk."""
+    with harmless("writing the report"):
+        phase_begins("update", report.group, report.version, "report")
+        save_report(report)
+    for replica in report.failed:
+        words = "weightwire: replica %s failed to take version %d: %s"
+        text = WeightwireError.of(replica.error) if replica.error is not None else "lost"
+        logger.warning(words, replica.replica, report.version, text)
+
+
 class _Update:
     def __init__(self, context: RankContext, source: WeightSource, manifest: Manifest, version: int) -> None:
         assert context.fleet is not None, "rank 0 has the fleet"
@@ -181,15 +192,7 @@ class _Update:
             self.fleet.settle(self.version, transaction.errors)
             if None in transaction.errors.values():
                 self._retain()
-        report = self._make_report(seconds)
-        with harmless("writing the report"):
-            phase_begins("update", self.settings.group, self.version, "report")
-            save_report(report)
-        for replica in report.failed:
-            words = "weightwire: replica %s failed to take version %d: %s"
-            text = WeightwireError.of(replica.error) if replica.error is not None else "lost"
-            logger.warning(words, replica.replica, self.version, text)
-        return report
+        return self._make_report(seconds)
 
     def _agree(self) -> tuple[GoTransport, ...]:
         """Opens the group and begins on all replicas. Returns where the ranks write."""
