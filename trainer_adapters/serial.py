@@ -73,5 +73,6 @@ def _run_one(future: Future[Any], call: Callable[[], Any]) -> None:
         result = call()
     except BaseException as error:  # noqa: BLE001 -- a SystemExit too is the call's own
         future.set_exception(error)
+        del future, call  # the error's traceback holds this frame: the arguments would stay until a garbage collection
     else:
         future.set_result(result)

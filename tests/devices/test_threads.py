@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.models import make_llama
 from tests.support.rig import ROOT, runtime
+from trainer_adapters.serial import SerialExecutor
 
 COPIES = """
 import sys, threading, time, torch
@@ -128,3 +131,19 @@ def test_a_worker_that_is_closed_as_its_process_ends_waits_for_no_thread_that_ha
         program = [sys.executable, "-c", CLOSED_AT_THE_END]
         ended = subprocess.run(program, env=environment, capture_output=True, timeout=600)
     assert (ended.returncode, ended.stderr.decode()) == (0, "")
+
+
+def test_what_a_call_on_a_thread_of_ours_was_given_is_freed_with_its_future_though_it_failed() -> None:
+    """Not only by the garbage collector: it may be a model."""
+
+    def fails(given: torch.Tensor) -> None:
+        raise ValueError("it fails")
+
+    given = torch.ones(2)
+    kept = weakref.ref(given)
+    calls = SerialExecutor("calls")
+    future = calls.submit(fails, given)
+    assert isinstance(future.exception(60), ValueError)
+    calls.close(60)
+    del given, future
+    assert kept() is None
