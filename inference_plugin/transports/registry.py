@@ -32,7 +32,7 @@ def transports() -> dict[str, Transport]:
 def transport_named(name: str) -> Transport:
     """The transport of that name. Raises `TransportUnavailable`, listing the transports and why any can't be used."""
     known = transports()
-    transport = known.get(name)
+    transport = next((each for own, each in known.items() if own == name), None)  # a user may give a list
     if transport is None:
         raise TransportUnavailable(f"no transport is named {name!r}", hint=_what_there_is(known))
     if (why := transport.why_not()) is not None:

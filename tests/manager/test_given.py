@@ -29,7 +29,7 @@ from tests.manager.test_manager import holds, source
 from tests.manager.test_ranks import Trainer, trainer
 from tests.support.plain_engine import checkpoint, manifest_of
 from tests.support.rig import ROOT, eventually
-from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters import ExportAdapter, ModuleAdapter, SyncManager
 from trainer_adapters.fleet.fleet import leading
 
 __all__ = ["trainer"]  # a fixture
@@ -243,6 +243,8 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
         lambda _: SyncManager(process_group="x"),  # type: ignore[arg-type]
         "process_group= was given, and torch.distributed is not initialised",
     ),
+    "an event": (lambda m: m.on(["staged"], print), r"\['staged'\] is none of staged, committed"),
+    "pairs of ties": (lambda _: ExportAdapter(dict, tied=["a"]), r"tied=\['a'\] is no mapping"),  # type: ignore[arg-type]
     "a switch": (lambda _: SyncManager(partial="no"), "partial='no' is neither True nor False"),  # type: ignore[arg-type]
 }
 

@@ -107,6 +107,8 @@ class ExportAdapter(ExchangedSource):
                 f"a {type(given).__name__} is no function that returns (name, tensor) pairs",
                 hint="such as model.named_parameters, without the brackets; `update(model)` takes the model itself",
             )
+        if not isinstance(tied, Mapping | None):
+            raise ArgumentError(f"tied={tied!r} is no mapping", hint='such as tied={"lm_head.weight": "embed.weight"}')
         self._export: Callable[[], Pairs] = lambda: pairs_of(export())
         self._first: list[_Item] = []
         self._shards: list[tuple[int, LocalShard]] = []
