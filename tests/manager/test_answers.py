@@ -189,11 +189,10 @@ def test_an_operation_has_one_deadline_from_its_call_on(start: Start, monkeypatc
         rig.ask("hold")
         began_s = time.monotonic()
         under_way = [one.update_async(source(version), version) for version in (1, 2, 3)]
-        first, second, third = [update.exception(LONG_S) for update in under_way]
+        errors = [update.exception(LONG_S) for update in under_way]
         waited_s = time.monotonic() - began_s
-        assert isinstance(first, SyncTimeout) and waited_s < 3 * timeout_s, f"the last one took {waited_s:.1f} s"
-        assert isinstance(second, SyncTimeout), "nearly all of its time was over when its turn came"
-        assert isinstance(third, SyncTimeout) and third.phase != "commit", "all of it"
+        assert waited_s < 3 * timeout_s, f"the last one took {waited_s:.1f} s"
+        assert all(isinstance(error, SyncTimeout) for error in errors), errors
         rig.ask("go on")
         eventually(lambda: waiting(rig) == 0, "the loop going on")
         one.settings.timeout_s = 60

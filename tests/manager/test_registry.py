@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,6 +70,22 @@ def test_a_replica_is_there_for_as_long_as_it_renews_and_leaves_at_once(there: R
         assert names(there) == []
     with pytest.raises(SyncTimeout, match="0 of 1 replicas"):
         there.wait(1, 0.01)
+
+
+def test_a_heartbeat_renews_the_lease_and_reads_no_directory(there: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand replicas send 300 a second, and each looked at all of them."""
+    looks, discover = list[None](), addresses.discover
+    monkeypatch.setattr(addresses, "discover", lambda: (looks.append(None), discover())[1])
+    with Channel(there.address) as channel:
+        channel.request(Register(card(), 0.5), Done, timeout_s=60)
+        begun, heard_s = len(looks), there.heard_s("plain-1-abc")
+        for _ in range(3):
+            channel.request(Register(card(), 3600), Done, timeout_s=60)
+        assert len(looks) == begun and there.heard_s("plain-1-abc") > heard_s
+        time.sleep(0.6)
+        assert names(there) == ["plain-1-abc"]
+        channel.request(Register(card(state="torn"), 3600), Done, timeout_s=60)
+        assert state_of(there, "plain-1-abc") == "torn"
 
 
 def test_a_registration_is_kept_up_by_itself_tells_news_at_once_and_ends_with_its_replica(

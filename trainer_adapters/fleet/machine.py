@@ -176,8 +176,10 @@ class FleetMachine:
 
     def _see(self, event: CardsSeen) -> None:
         for name, card in event.cards.items():
-            replica = self._known(card)
-            replica.card, replica.heard_s = card, event.heard_s.get(name, 0.0)
+            replica, heard_s = self._known(card), event.heard_s.get(name, 0.0)
+            if replica.card is card and replica.heard_s == heard_s and replica.told is not None and not replica.lost:
+                continue  # nothing was heard of it
+            replica.card, replica.heard_s = card, heard_s
             if replica.lost and replica.heard_s >= replica.lost_s:
                 replica.lost, replica.reason = False, ""
             if replica.heard_s > replica.failed_s:
