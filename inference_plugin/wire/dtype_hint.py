@@ -43,10 +43,12 @@ def dtype_rules(wanted: Mapping[str, str]) -> dict[str, str]:
     common = Counter(floating or wanted.values()).most_common(1)[0][0]
     others = {name: dtype for name, dtype in wanted.items() if dtype != common}
     rules: dict[str, str] = {}
+    alike: dict[str, bool] = {}
     for name, dtype in others.items():
-        if any(fnmatchcase(name, earlier) for earlier in rules):
+        if any(fnmatchcase(name, earlier) for earlier, holds in alike.items() if holds):
             continue  # an adapter refuses a rule that never applies
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        alike = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
-        rules[pattern if alike else name] = dtype
+        if pattern not in alike:
+            alike[pattern] = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
+        rules[pattern if alike[pattern] else name] = dtype
     return {**rules, "*": common}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -363,6 +364,18 @@ def test_dtype_rules_are_ordered_pairs_too_and_a_last_catch_all_may_be_idle() ->
     }
     assert DtypeRules(rules).rules == rules.rules
     assert DtypeRules().resolve({"a": torch.int8}) == {"a": torch.int8}
+
+
+def test_a_thousand_rules_of_one_name_each_are_applied_at_once_and_in_their_order() -> None:
+    """An engine that holds single layers in another dtype has such rules; each name was matched with each of them."""
+    named = {f"layers.{i}.weight": "float32" for i in range(0, 3000, 3)}
+    rules = DtypeRules({"layers.0.weight": "float16", "layers.[1-2].*": "float64"} | named | {"*": "bfloat16"})
+    began_s = time.process_time()
+    found = rules.resolve({f"layers.{i}.weight": torch.float32 for i in range(3000)})
+    assert time.process_time() - began_s < 1, "it was 6 s"
+    assert [str(found[f"layers.{i}.weight"]).removeprefix("torch.") for i in range(5)] == [
+        "float32", "float64", "float64", "float32", "bfloat16"
+    ]  # fmt: skip
 
 
 # --- tensors of every kind ---------------------------------------------------------------------------------

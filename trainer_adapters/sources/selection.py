@@ -69,17 +69,26 @@ class DtypeRules:
             pairs = (("*", rules),)
         else:
             pairs = _pairs(rules)
-        self.rules: tuple[tuple[str, torch.dtype], ...] = tuple(
-            (pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs
-        )
+        self._take(tuple((pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs))
 
     def adopt(self, rules: Mapping[str, str]) -> bool:
         """Takes the engine's rules, if these rules were given as "engine". Returns whether that changes them."""
         taken = DtypeRules(rules).rules
         if not self.follow_engine or taken == self.rules:
             return False
-        self.rules = taken
+        self._take(taken)
         return True
+
+    def _take(self, rules: tuple[tuple[str, torch.dtype], ...]) -> None:
+        self.rules = rules
+        # An engine may have thousands of rules, and most of them are names: matching each name with each takes minutes.
+        self._names: dict[str, int] = {}
+        self._patterns: list[tuple[int, str]] = []
+        for index, (pattern, _) in enumerate(rules):
+            if any(sign in pattern for sign in "*?["):
+                self._patterns.append((index, pattern))
+            else:
+                self._names.setdefault(pattern, index)
 
     @property
     def adopted(self) -> dict[str, str]:
@@ -114,7 +123,9 @@ class DtypeRules:
         return dtypes
 
     def _first_match(self, name: str) -> int | None:
-        return next((i for i, (pattern, _) in enumerate(self.rules) if fnmatchcase(name, pattern)), None)
+        named = self._names.get(name)
+        earlier = (i for i, pattern in self._patterns if (named is None or i < named) and fnmatchcase(name, pattern))
+        return next(earlier, named)
 
     def _check_used(self, used: set[int | None], names: Iterable[str], tied: Mapping[str, str]) -> None:
         idle = []
