@@ -40,13 +40,17 @@ def has_zones(case: Row) -> bool:
 def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, say: Callable[[str], None]) -> list[Row]:
     """Runs all ways in turn, `runs` times after one warm-up; returns medians. The first update of each way is verified byte for
     byte: a wrong one of ours ends the benchmark, one of the engine's own is noted in its row (`exact`)."""
+    ways = [*(pair for pair in OURS if pair[0] != ZONE or has_zones(case)), *((way, "engine") for way in engine.ways)]
+    if not (chosen := [pair for pair in ways if only in pair[0]]):
+        raise SystemExit(
+            f"--ways {only!r} is part of none of these: {', '.join(dict.fromkeys(way for way, _ in ways))}"
+        )
     weights = Weights(trainer.ask("metas")["result"])
     trainer.ask("weightwire", transport="shm", install="copy")  # opens the group, which `verify` needs
-    ways = [*(pair for pair in OURS if pair[0] != ZONE or has_zones(case)), *((way, "engine") for way in engine.ways)]
     taken: dict[tuple[str, str], list[Sample]] = {}
     inexact: set[str] = set()
     for run in range(runs + 1):
-        for way, install in [*(pair for pair in ways if only in pair[0]), (PLAIN_COPY, "none")]:
+        for way, install in [*chosen, (PLAIN_COPY, "none")]:
             if way == PLAIN_COPY:
                 sample = plain_copy(trainer)
             elif install == "engine":
