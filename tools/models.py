@@ -40,6 +40,8 @@ LAYOUTS = {"vllm": {"packed": False, "plain": True}, "sglang": {"its own": False
 HOSTS: dict[str, type[Host]] = {"vllm": VllmHost, "sglang": SglangHost}
 SEVERITY = ("right", "cannot be told", "does not start", "refused", "failed", "WRONG")
 """Outcomes; a family's outcome is the last of these that one of its layouts has."""
+WITHOUT_ANSWERS = "and answers were not"
+"""In the words of a trial that compares only what an engine's modules reach."""
 WORDS_LENGTH = 240
 """Longest text of the last column, in characters."""
 
@@ -147,11 +149,13 @@ log-probabilities, or the vectors of a pooling model. Then it updates an engine 
 compares every tensor and value that the model's modules reach.
 
 - **right**: all five updates were committed, and each answer was that of a fresh engine. Where an engine does not repeat its own
-  answers, the last column says so: there only what the modules reach is compared.
+  answers, or loads a model that it cannot compute with on this CPU, the last column says so: there only what the modules reach is
+  compared.
 - **refused**: Weightwire refused the first update by a typed error before anything changed; the engine serves what it served.
 - **failed**: an update broke off later than that, or the engine did; the last column says which.
 - **WRONG**: the engine answers otherwise than a fresh engine. This is a bug in Weightwire, and `make models` fails.
-- **does not start**: the engine does not serve even a fresh model of this family on this CPU; its words are in the last column.
+- **does not start**: the engine does not load (in SGLang: serve) even a fresh model of this family on this CPU; its words are in
+  the last column.
 - **cannot be told**: the engine does not repeat its own answers, and nobody can look into its modules (SGLang); or both versions
   answer the same.
 
@@ -169,13 +173,14 @@ tensors, and the checkpoint has the published names and configuration. Others th
 name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel on a CPU: the tests multiply.
 
 Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
-sounds only, *kimi-k2.5*, *cohere2-vision* and *llama4-vision* about text only), and in SGLang about text only. In vLLM their
-towers are compared as part of what the modules reach. [Which of them were updated with a request about an image in
-flight](support.md) says what else is known.
+sounds only, *kimi-k2.5*, *cohere2-vision*, *llama4-vision*, *llava-next-video*, *step3-vl* and *muse-glimmer* about text only),
+and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach. [Which of them were updated
+with a request about an image in flight](support.md) says what else is known.
 
-The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *nemotron_nas*, *nomic-embedding*, *gte-...*,
-*snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and *minicpm-v2.6*
-have processors of the tests. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
+The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *dots-ocr*, *step3-vl*, *nemotron_nas*, *nomic-embedding*,
+*gte-...*, *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and
+*minicpm-v2.6* have processors of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the
+checkpoint which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
 
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run
@@ -198,7 +203,9 @@ def _summary(rows: list[Row], engine: str) -> str:
             outcomes[row["family"]] = max(outcomes.get(row["family"], "right"), row["outcome"], key=SEVERITY.index)
     counts = Counter(outcomes.values())
     told = ", ".join(f"{counts[outcome]} {plural}" for outcome, plural in TOLD.items() if counts[outcome])
-    return f"- {ENGINES[engine]}: {len(outcomes)} families: {told or 'none tried yet'}."
+    mute = {row["family"] for row in rows if row["engine"] == engine and WITHOUT_ANSWERS in row["words"]}
+    by_state = f" Of {len(mute)}, only what the modules reach was compared." if mute else ""
+    return f"- {ENGINES[engine]}: {len(outcomes)} families: {told or 'none tried yet'}.{by_state}"
 
 
 TOLD = {

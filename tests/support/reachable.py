@@ -31,6 +31,7 @@ NOT_WEIGHTS = (
     "pp_group",
     "tp_group",
     "name_or_path",
+    "_model_name",
     "prefix",
     "layer_name",
     "online_quantization_time",
