@@ -20,6 +20,7 @@ from tests.support.models import make_gemma3_vision, make_llava, make_paligemma,
 from tests.support.multimodal import FAMILIES as MULTIMODAL
 from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
 from tests.support.multimodal_more import MORE
+from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
 from tests.support.quantised import FOR_VLLM, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
@@ -114,6 +115,29 @@ _BAILING = {
     "embed_tokens": "word_embeddings",
     "e_score_correction_bias": "expert_bias",
 }
+
+
+def _as_mimo_v2(tensors: Tensors, chunks: int = 1) -> Tensors:
+    """Queries, keys and values are one tensor: each chunk of it has its part of all three."""
+    made = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            parts = [tensors[name.replace("q_proj", part)].chunk(chunks) for part in ("q_proj", "k_proj", "v_proj")]
+            made[name.replace("q_proj", "qkv_proj")] = torch.cat([part[i] for i in range(chunks) for part in parts])
+        elif "k_proj" not in name and "v_proj" not in name:
+            made[name] = tensor
+    return made
+
+
+def _as_mimo_v2_fp8(tensors: Tensors) -> Tensors:
+    """That tensor in FP8, with a scale for each 128 rows."""
+    made = _as_mimo_v2(tensors, chunks=2)
+    for name in [name for name in made if "qkv_proj" in name]:
+        blocks = made[name].float().view(-1, 128, 128)
+        scales = blocks.abs().amax((1, 2), keepdim=True) / 400
+        made[name] = (blocks / scales).view(made[name].shape).to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales.view(-1, 1)
+    return made
 
 
 def _as_mistral(tensors: Tensors) -> Tensors:
@@ -324,6 +348,24 @@ beginning is cached is answered otherwise than before, by the same weights."""
 CACHES: dict[str, dict[str, Any]] = {"llama-fp8-one-kv-scale": {"kv_cache_dtype": "fp8"}}
 NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
 """With a cache of prefixes vLLM takes the intermediate states of a Mamba-2 layer, which its kernel on a CPU does not return."""
+MIMO_V2: dict[str, Any] = {
+    **ROUTED_EXPERTS,
+    **TWO_KINDS,
+    "v_head_dim": 32,
+    "mlp_layer_types": ["dense", "sparse"],
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+    "layernorm_epsilon": 1e-5,
+    "sliding_window_size": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
 
 NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -333,7 +375,9 @@ NEMOTRON_EXPERTS: dict[str, Any] = ROUTED_EXPERTS | {
     "moe_shared_expert_intermediate_size": 64,
 }
 
-GEMMAS: dict[str, Any] = {"sliding_window": 32, "query_pre_attn_scalar": 32}
+BOTH = ("vllm", "sglang")
+POOLED_IN_BOTH = ("gemma2-classifier", "xlm-roberta-classifier")
+GEMMAS: dict[str, Any] = {"sliding_window": 32, "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"}
 CLASSIFIERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("mistral", "Mistral", {}),
     ("gemma", "Gemma", {}),
@@ -687,22 +731,40 @@ FAMILIES: dict[str, Family] = {
             "MiMoV2Flash",
             stand_ins=True,
             sglang=_configured(rope_parameters=None, rope_theta=1e4, swa_rope_theta=1e4),
-            **ROUTED_EXPERTS,
-            **TWO_KINDS,
-            v_head_dim=32,
-            mlp_layer_types=["dense", "sparse"],
-            hybrid_layer_pattern=[0, 1],
-            moe_layer_freq=[0, 1],
-            layernorm_epsilon=1e-5,
-            sliding_window_size=32,
-            swa_num_attention_heads=4,
-            swa_num_key_value_heads=4,
-            swa_head_dim=32,
-            swa_v_head_dim=32,
-            add_swa_attention_sink_bias=True,
-            add_full_attention_sink_bias=False,
-            scoring_func="sigmoid",
-            topk_method="noaux_tc",
+            **MIMO_V2,
+        ),
+        _family(
+            "mimo_v2",  # MiMo V2.5: queries, keys and values are one tensor
+            "MiMoV2Flash",
+            architecture="MiMoV2ForCausalLM",
+            publish=_as_mimo_v2,
+            stand_ins=True,
+            sglang=_configured(rope_parameters=None, rope_theta=1e4, swa_rope_theta=1e4),
+            **MIMO_V2,
+        ),
+        _family(
+            "mimo_v2-fp8-blocks",
+            "MiMoV2Flash",
+            architecture="MiMoV2ForCausalLM",
+            publish=_as_mimo_v2_fp8,
+            dtype="bfloat16",
+            vllm=WHOLE_PROMPTS,
+            engines=("vllm",),
+            entries={
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "activation_scheme": "dynamic",
+                    "weight_block_size": [128, 128],
+                    "ignored_layers": [
+                        *(f"model.layers.{i}.self_attn.o_proj" for i in range(2)),
+                        *(f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
+                        *(f"model.layers.1.mlp.{part}" for part in ("gate", "experts")),
+                    ],
+                }
+            },
+            **MIMO_V2
+            | {f"{kind}{name}": 64 for kind in ("", "swa_") for name in ("head_dim", "v_head_dim")}
+            | {"hidden_size": 128, "num_key_value_heads": 2},
         ),
         _family("flex_olmo", "FlexOlmo", **TWO_HEADS, num_experts=4, num_experts_per_tok=2, pad_token_id=0),
         _family("solar_open", "SolarOpen", **ROUTED_EXPERTS | {"first_k_dense_replace": REMOVED}),
@@ -1045,7 +1107,14 @@ FAMILIES: dict[str, Family] = {
             for stem, shape in (("Bert", ENCODER), ("Qwen2", TWO_HEADS))
         ),
         *(
-            _family(name, stem, model=f"{stem}{kind}", answer=answer, engines=("vllm",), **shape)
+            _family(
+                name,
+                stem,
+                model=f"{stem}{kind}",
+                answer=answer,
+                engines=BOTH if name in POOLED_IN_BOTH else ("vllm",),
+                **shape,
+            )
             for name, stem, kind, answer, shape in (
                 ("roberta-classifier", "Roberta", "ForSequenceClassification", "classify", LONG | CLASSES | PADDED),
                 (
@@ -1092,7 +1161,7 @@ FAMILIES: dict[str, Family] = {
                 model=f"{stem}Model",
                 answer="embed",
                 vllm={"runner": "pooling"},
-                engines=("vllm",),
+                engines=BOTH if stem == "Mistral" else ("vllm",),
                 **shape,
             )
             for stem, shape in (
@@ -1210,11 +1279,12 @@ FAMILIES: dict[str, Family] = {
                 name,
                 medium.make,
                 answer,
+                medium.dtype,
                 vllm=medium.vllm,
                 sglang={"trust_remote_code": True},
                 engines=("vllm", "sglang") if answer == "tokens" else ("vllm",),
             )
-            for name, (medium, answer) in REMOTE_TEXT.items()
+            for name, (medium, answer) in (REMOTE_TEXT | TEXT_ONLY).items()
         ),
         # models that read images or hear sounds
         *(
@@ -1223,17 +1293,19 @@ FAMILIES: dict[str, Family] = {
                 if name in ("gemma4", "llama4")
                 else name,  # of which there is one that reads text only
                 medium.make,
+                POOLED.get(name, "tokens"),
                 dtype=medium.dtype,
                 vllm=medium.vllm,
-                sglang={"enable_multimodal": True, "trust_remote_code": name in REMOTE}
-                | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4.6")) else {}),
+                sglang={"enable_multimodal": True, "trust_remote_code": medium.vllm.get("trust_remote_code", False)}
+                | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4")) else {}),
                 torchvision=True,
                 stand_ins=True,
                 medium="" if name in WITHOUT_MEDIA else "sound" if medium.sound else "image",
                 place=tuple(medium.prompt),
                 text=name not in WITHOUT_TEXT,
+                engines=("sglang",) if name in IN_SGLANG_ONLY else ("vllm",) if name in POOLED else ("vllm", "sglang"),
             )
-            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE).items()
+            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE | NEWEST | IN_SGLANG_ONLY).items()
         ),
         *(
             Family(
@@ -1273,8 +1345,9 @@ FAMILIES: dict[str, Family] = {
                 dtype="bfloat16",
                 vllm={"quantization": "fp8_per_channel"},
                 engines=("vllm",),
+                **shape,
             )
-            for stem in ("Llama", "Qwen3", "Qwen2")
+            for stem, shape in (("Llama", {}), ("Qwen3", {}), ("Qwen2", TWO_HEADS))
         ),
         *(
             _family(

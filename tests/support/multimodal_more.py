@@ -119,6 +119,16 @@ MORE: dict[str, Medium] = {
         special={"image_token": GLM_TOKENS[1], "video_token": GLM_TOKENS[4]},
     ),
     "llava-next": _llava("LlavaNext", "LlavaNextImageProcessor", fix=_as_published),
+    "llava-next-video": _llava(
+        "LlavaNextVideo",
+        "LlavaNextImageProcessor",
+        files={
+            "video_preprocessor_config.json": {
+                "video_processor_type": "LlavaNextVideoVideoProcessor", "size": side(56), "crop_size": side(56),
+            }
+        },
+        fix=_as_published,
+    ),
     "llava-onevision": _llava(
         "LlavaOnevision",
         "LlavaOnevisionImageProcessor",

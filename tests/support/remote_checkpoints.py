@@ -76,20 +76,22 @@ def remote(
     dtype: str = "float32",
     sound: bool = False,
     name: str = "Config",
+    code: bool = True,
     **vllm: Any,
 ) -> Medium:
-    """`name`: of the class of the configuration. `entries` of `config.json`; in them, a token stands for its number. Else as
-    `multimodal.family`."""
+    """`name`: of the class of the configuration. `code`: whether that comes with the checkpoint, or the engine has it. `entries`
+    of `config.json`; in them, a token stands for its number. Else as `multimodal.family`."""
     ids = {token: WORDS - len(last) + i for i, token in enumerate(last)}
 
     def make(directory: Path, seed: int) -> Path:
         directory.mkdir(parents=True)
         known = {entry: ids.get(value, value) if isinstance(value, str) else value for entry, value in entries.items()}
-        known |= {"architectures": [architecture], "dtype": dtype, "auto_map": {"AutoConfig": f"configuration.{name}"}}
+        known |= {"architectures": [architecture], "dtype": dtype}
+        if code:
+            known |= {"auto_map": {"AutoConfig": f"configuration.{name}"}}
+            made = CODE.replace("CLASS", name).replace("MODEL_TYPE", entries["model_type"])
+            (directory / "configuration.py").write_text(made)
         (directory / "config.json").write_text(json.dumps(known, indent=2))
-        (directory / "configuration.py").write_text(
-            CODE.replace("CLASS", name).replace("MODEL_TYPE", entries["model_type"])
-        )
         random = torch.Generator().manual_seed(seed)
         tensors = {
             tensor: (0.2 * torch.randn(shape, generator=random) + ("norm" in tensor and shape == (WIDTH,))).to(
@@ -105,7 +107,7 @@ def remote(
         return directory
 
     prompt = [1, 7, *(ids[token] if isinstance(token, str) else token for token in place), 5, 9, 42]
-    return Medium(make, prompt, sound, dtype, vllm={"trust_remote_code": True} | vllm)
+    return Medium(make, prompt, sound, dtype, vllm={"trust_remote_code": code} | vllm)
 
 
 LLAMA: Shapes = model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))
