@@ -29,6 +29,15 @@ SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venvs" / "sglang" / "bin
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 15.0
+WATCH = f"""read _
+kill -s TERM -- "-$1"
+for _ in $(seq {STOP_TIMEOUT_S:.0f}); do
+    sleep 1
+    kill -s 0 -- "-$1" || exit
+done
+kill -s KILL -- "-$1"
+"""
+"""For a shell: ends the process group $1 once standard input ends, with the process that holds its other end."""
 TORCHRUN = "torch/distributed/elastic"
 """In a log, what follows this is torchrun's own account of a failure; the cause stands before."""
 
@@ -196,7 +205,7 @@ def _sglang(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
 def own_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, read_stdout: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run ``command`` in a process group of its own, gone when the ``with`` block ends; output goes to ``log``.
+    """Run ``command`` in a process group of its own, gone when the ``with`` block or this process ends; output goes to ``log``.
 
     With ``read_stdout`` only its standard error does, and its standard output is the caller's to read.
     """
@@ -211,9 +220,21 @@ def own_process(
             start_new_session=True,
         )
     try:
-        yield process
+        with _watched(process):
+            yield process
     finally:
         stop_group(process)
+
+
+@contextlib.contextmanager
+def _watched(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A shell stops the process and all that it started if this process is gone before the end of the block: after `kill -9`."""
+    watch = ["sh", "-c", WATCH, "sh", str(process.pid)]
+    with subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as shell:
+        try:
+            yield
+        finally:
+            shell.kill()  # now: once the process is reaped, its number may become somebody else's
 
 
 def stop_group(process: subprocess.Popen[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +14,17 @@ import pytest
 from tests.support.rig import ROOT, eventually, gone
 
 SHARED = ROOT / "examples" / "rl_smollm2"
+STARTED = "sleep 600 & echo $!; wait"
+"""A process that has started another one."""
 PROGRAM = """
 import json, signal, sys, time
 from server import DemoError, job_directory, own_process
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
 with job_directory("ww-example-") as directory:
-    with own_process([sys.executable, "-c", "import time; time.sleep(600)"], directory / "log", {}) as process:
-        print(json.dumps([process.pid, str(directory)]), flush=True)
+    with own_process(["sh", "-c", sys.argv[2]], directory / "log", {}, read_stdout=True) as process:
+        pids = [process.pid, int(process.stdout.readline())]
+        print(json.dumps([pids, str(directory)]), flush=True)
         if sys.argv[1] == "fails":
             raise DemoError("the test says so")
         time.sleep(600)
@@ -29,16 +33,12 @@ with job_directory("ww-example-") as directory:
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP", "fails"])
 def test_an_example_that_is_ended_or_fails_leaves_no_process_and_keeps_its_logs_where_it_failed(end: str) -> None:
-    example = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, end], cwd=SHARED, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert example.stdout is not None
-    pid, directory = json.loads(example.stdout.readline())
+    example, pids, directory = begun(end)
     if end != "fails":
         example.send_signal(getattr(signal, end))
     _, said = example.communicate(timeout=300)
     assert example.returncode == 1
-    eventually(lambda: gone(pid), "the end of what the example started")
+    eventually(lambda: all(map(gone, pids)), "the end of what the example started")
     failed = end == "fails"
     assert said.splitlines() == (
         [f"logs: {directory}", "failed: the test says so"]
@@ -47,5 +47,21 @@ def test_an_example_that_is_ended_or_fails_leaves_no_process_and_keeps_its_logs_
     )
     assert Path(directory).exists() == failed
     if failed:
-        (Path(directory) / "log").unlink()
-        Path(directory).rmdir()
+        shutil.rmtree(directory)
+
+
+def test_an_example_that_is_killed_leaves_no_process() -> None:
+    example, pids, directory = begun("SIGKILL")
+    example.kill()
+    example.communicate(timeout=300)
+    eventually(lambda: all(map(gone, pids)), "the end of what the example started")
+    shutil.rmtree(directory)
+
+
+def begun(end: str) -> tuple[subprocess.Popen[str], list[int], str]:
+    """The example, once what it starts is there; the pids of that, and its directory."""
+    program = [sys.executable, "-c", PROGRAM, end, STARTED]
+    example = subprocess.Popen(program, cwd=SHARED, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert example.stdout is not None
+    pids, directory = json.loads(example.stdout.readline())
+    return example, pids, directory
