@@ -52,6 +52,24 @@ class TestEmbedded(StorePromises):
     """What every store promises, of the embedded one."""
 
 
+def test_of_several_tasks_all_rows_are_stored_and_replace_others_or_none(store: Store) -> None:
+    entries = store.put_tasks({"t": {"a": torch.zeros(2), "b": [1, 2]}, "u": {"a": torch.ones(3)}})
+    assert [(str(entry.shard), entry.rows) for entry in entries] == [("'t':'a'", 2), ("'t':'b'", 2), ("'u':'a'", 3)]
+    before = held(store)
+    for wrong in ({"u": {"a": [{1}]}}, {"u": {"a": torch.ones(65 * MIB)}}, {"u": {"b": [1, 2]}}):
+        with pytest.raises((BatchError, StoreFull)):
+            store.put_tasks({"t": {"a": torch.ones(2)}, **wrong})
+        assert held(store) == before == (2, 3, entries[1].nbytes + 20) and not store.get(entries[0].shard).tensor.any()
+    store.put_tasks({"u": {"a": torch.ones(1)}, "t": {"a": torch.ones(2)}})
+    assert held(store) == (2, 3, before[2] - 8)
+
+
+def held(store: Store) -> tuple[int, int, int]:
+    """Tasks, shards and bytes."""
+    stats = store.stats()
+    return stats.tasks, stats.shards, stats.nbytes
+
+
 def test_a_shard_that_is_replaced_lives_on_for_its_readers(store: Store) -> None:
     (first,) = store.put("t", {"a": torch.zeros(2, 1000)})
     have = fetched([first], store.owner)

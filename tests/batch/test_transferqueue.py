@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ class Writer:
 
     def put(self, keys: list[str], partition: str, fields: dict[str, Any]) -> None:
         self.tq.kv_batch_put(keys, partition, tensordict.TensorDict(fields, batch_size=len(keys)))
+
+    def put_at_once(self, keys: list[str], partition: str) -> None:
+        fields = [{"k": torch.full((1, 50), number)} for number in range(len(keys))]
+        with ThreadPoolExecutor(len(keys)) as pool:
+            list(pool.map(self.put, [[key] for key in keys], [partition] * len(keys), fields))
 
     def shards(self) -> int:
         store = self.tq.get_client().storage_manager._store
@@ -199,6 +205,24 @@ def test_rows_of_another_process_are_mapped_and_cleared_there(
     assert (ray.get(writer.shards.remote(), timeout=600), held(queue)) == (1, 0)
     queue.get_client().clear_partition(partition)
     assert ray.get(writer.shards.remote(), timeout=600) == 0
+
+
+def test_the_first_puts_of_a_process_may_come_at_once(ray: Any, queue: Any, partition: str) -> None:
+    writer = ray.remote(Writer).options(num_cpus=0).remote()
+    keys = [f"s{i}" for i in range(8)]
+    ray.get(writer.put_at_once.remote(keys, partition), timeout=600)
+    rows = rows_of(queue.kv_batch_get(keys, partition)["k"])
+    assert [row.tolist() for row in rows] == [[number] * 50 for number in range(8)]
+    assert ray.get(writer.shards.remote(), timeout=600) == 8
+
+
+def test_a_put_that_fails_half_way_leaves_what_was_there(queue: Any, partition: str) -> None:
+    put(queue, ["a", "b"], partition, {"k": torch.tensor([[1.0], [2.0]]), "l": torch.tensor([[3.0], [4.0]])})
+    stack = tensordict.NonTensorStack(tensordict.NonTensorData("x"), tensordict.NonTensorData({"y"}))
+    with pytest.raises(BatchError, match="a set is not a plain value"):
+        put(queue, ["a", "b"], partition, {"k": torch.zeros(2, 1), "l": stack})
+    found = queue.kv_batch_get(["a", "b"], partition)
+    assert [[row.tolist() for row in rows_of(found[key])] for key in "kl"] == [[[1.0], [2.0]], [[3.0], [4.0]]]
 
 
 def test_a_field_that_is_put_again_is_replaced_also_by_another_process(

@@ -15,7 +15,7 @@ from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.memory import Block
 from trainer_adapters.batch.records import Entry
 
-__all__ = ["Holding", "Lease", "Leases", "check_rows"]
+__all__ = ["Holding", "Lease", "Leases", "check_rows", "with_shards"]
 
 MAX_CONSUMERS = 4096
 """Largest number of consumers with leases."""
@@ -148,12 +148,33 @@ def _without(holdings: Iterable[Holding | None]) -> list[Holding]:
     return fewer
 
 
-def check_rows(task_id: str, held: Mapping[str, Holding] | None, entries: Sequence[Entry]) -> None:
+def check_rows(tasks: Mapping[str, Mapping[str, Holding]], entries: Sequence[Entry]) -> None:
     """The shards of a task that a put replaces none of have as many rows as those that were put. Raises `BatchError`."""
-    keys = {entry.shard.key for entry in entries} if held else ()
-    for key, holding in (held or {}).items():
-        if key not in keys and holding.entry.rows != entries[0].rows:
-            raise BatchError(
-                f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {entries[0].rows} rows of "
-                f"{entries[0].shard.key!r}"
-            )
+    put: dict[str, dict[str, Entry]] = {}
+    for entry in entries:
+        if entry.shard.task_id in tasks:
+            put.setdefault(entry.shard.task_id, {})[entry.shard.key] = entry
+    for task_id, mine in put.items():
+        first = next(iter(mine.values()))
+        for key, holding in tasks[task_id].items():
+            if key not in mine and holding.entry.rows != first.rows:
+                raise BatchError(
+                    f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {first.rows} rows of "
+                    f"{first.shard.key!r}"
+                )
+
+
+def with_shards(
+    tasks: Mapping[str, Mapping[str, Holding]], put: Iterable[Holding]
+) -> tuple[dict[str, dict[str, Holding]], list[Holding]]:
+    """The shards of the tasks that a put changes, with its own among them; and those that it replaces."""
+    now: dict[str, dict[str, Holding]] = {}
+    replaced: list[Holding] = []
+    for holding in put:
+        task_id, key = holding.entry.shard.task_id, holding.entry.shard.key
+        if (shards := now.get(task_id)) is None:
+            shards = now[task_id] = dict(tasks.get(task_id, ()))
+        if key in shards:
+            replaced.append(shards[key])
+        shards[key] = holding
+    return now, replaced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from typing import Any
 
 from inference_plugin.wire.errors import BatchError, ConfigError, StoreFull
@@ -33,16 +34,18 @@ def checked_count(name: str, value: Any, least: int) -> int:
     raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more", hint="see the method's description")
 
 
-def asker(task_id: str | None) -> str:
-    """Who needs room, for an error."""
-    return "an empty tensor" if task_id is None else f"task {task_id!r}"
+def asker(tasks: Collection[str]) -> str:
+    """Who needs room, for an error: a put of tasks; without them, an empty tensor."""
+    if not tasks:
+        return "an empty tensor"
+    return f"task {next(iter(tasks))!r}" + (f" and {len(tasks) - 1} others" if len(tasks) > 1 else "")
 
 
-def check_budget(task_id: str | None, needed: int, budget_bytes: int) -> None:
+def check_budget(tasks: Collection[str], needed: int, budget_bytes: int) -> None:
     """Raises `StoreFull` for what no store of this budget can ever hold."""
     if needed > budget_bytes:
         raise StoreFull(
-            f"{asker(task_id)} has {needed} bytes, the whole budget is {budget_bytes}",
+            f"{asker(tasks)} has {needed} bytes, the whole budget is {budget_bytes}",
             hint="give the store a larger budget_bytes, or put smaller tasks",
         )
 

@@ -30,7 +30,7 @@ from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.drafts import Draft, Drafts
 from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
-from trainer_adapters.batch.leases import Holding, Leases, check_rows
+from trainer_adapters.batch.leases import Holding, Leases, check_rows, with_shards
 from trainer_adapters.batch.limits import asker, check_budget, check_process, checked_count, checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, Freeing, GivenBack
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
@@ -95,9 +95,9 @@ class Store(Closing):
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
             return torch.empty(sizes, dtype=dtype, device="cpu")
-        check_budget(None, nbytes, self._budget_bytes)
+        check_budget((), nbytes, self._budget_bytes)
         draft = Draft(self._drafts)
-        (block,) = self._reserve(None, [nbytes], checked_seconds("timeout_s", timeout_s))
+        (block,) = self._reserve((), [nbytes], checked_seconds("timeout_s", timeout_s))
         try:
             back(block)
             with self._lock:
@@ -112,11 +112,7 @@ class Store(Closing):
         return torch.from_numpy(draft.array()).view(dtype).view(sizes)
 
     def put(
-        self,
-        task_id: str,
-        data: Mapping[str, Any],
-        versions: VersionSpan | None = None,
-        timeout_s: float = 0.0,
+        self, task_id: str, data: Mapping[str, Any], versions: VersionSpan | None = None, timeout_s: float = 0.0
     ) -> tuple[Entry, ...]:
         """Copies the rows of a task, by key, and returns their entries in the order of `data`.
 
@@ -125,16 +121,22 @@ class Store(Closing):
         is stored or nothing. While the budget has no room, the call waits up to `timeout_s`, in the order of the calls; then it
         raises `StoreFull`. Raises `BatchError` for values that are not rows, `ConfigError` for a `timeout_s` that is no time.
         """
+        return self.put_tasks({task_id: data}, versions, timeout_s)
+
+    def put_tasks(
+        self, tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None = None, timeout_s: float = 0.0
+    ) -> tuple[Entry, ...]:
+        """As `put`, of several tasks: either all of their rows are stored or nothing."""
         check_process(self.owner)
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        given = parts_of_task(task_id, data)
+        given = {shard: part for task_id, data in tasks.items() for shard, part in parts_of_task(task_id, data).items()}
         sizes = [one.nbytes for one in given.values()]
-        check_budget(task_id, sum(sizes), self._budget_bytes)  # before a strided tensor is copied
+        check_budget(tasks, sum(sizes), self._budget_bytes)  # before a strided tensor is copied
         sources = [one.sources or sources_of(one.part) for one in given.values()]
         drafts = self._drafts.claim(sources)
         try:
             to_copy = [0 if i in drafts else nbytes for i, nbytes in enumerate(sizes)] if drafts else sizes
-            blocks = self._reserve(task_id, to_copy, timeout_s)
+            blocks = self._reserve(tasks, to_copy, timeout_s)
         except BaseException:
             self._drafts.put_back(drafts)
             raise
@@ -150,18 +152,19 @@ class Store(Closing):
             )
             with Freeing(self._memory) as freed, self._lock:
                 self._check_open()
-                held = self._tasks.get(task_id, {})
-                check_rows(task_id, held, entries)
-                replaced = [held[entry.shard.key] for entry in entries if entry.shard.key in held]
-                now = dict(held)
-                for i, (entry, block) in enumerate(zip(entries, blocks, strict=True)):
-                    now[entry.shard.key] = drafts[i].held(entry) if i in drafts else Holding(entry, block)
+                check_rows(self._tasks, entries)
+                put = zip(entries, blocks, strict=True)
+                holdings = [
+                    drafts[i].held(one) if i in drafts else Holding(one, block) for i, (one, block) in enumerate(put)
+                ]
+                now, replaced = with_shards(self._tasks, holdings)
                 nbytes = sum(sizes)
                 # All at once, without a call after which Ctrl-C could raise: what the store holds is not freed below.
                 blocks = []
-                self._tasks[task_id] = now
                 self._current_bytes += nbytes
-                self._cleared.pop(task_id, None)
+                self._tasks.update(now)
+                for task_id in now:
+                    self._cleared.pop(task_id, None)
                 for holding in replaced:
                     self._outdate(holding, freed)
         finally:
@@ -300,14 +303,14 @@ class Store(Closing):
 
     # --- under the lock --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, task_id: str | None, sizes: Sequence[int], timeout_s: float) -> list[Block]:
+    def _reserve(self, tasks: Collection[str], sizes: Sequence[int], timeout_s: float) -> list[Block]:
         """Blocks for a put, or for an empty tensor, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
         with Freeing(self._memory) as freed, self._lock:
             self._check_open()
             self._take_ended(freed)
             if self._waiting or self._taken_bytes + needed > self._budget_bytes:
-                self._wait_for_room(task_id, needed, timeout_s)
+                self._wait_for_room(tasks, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
@@ -323,22 +326,22 @@ class Store(Closing):
                 raise
             return blocks
 
-    def _wait_for_room(self, task_id: str | None, needed: int, timeout_s: float) -> None:
+    def _wait_for_room(self, tasks: Collection[str], needed: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         mine = object()
         self._waiting.append(mine)
         try:
             while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
                 if not self._has_room.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
-                    raise self._full(task_id, needed, timeout_s)
+                    raise self._full(tasks, needed, timeout_s)
                 self._check_open()
         finally:
             self._waiting.remove(mine)
             self._has_room.notify_all()  # the next one's turn
 
-    def _full(self, task_id: str | None, needed: int, timeout_s: float) -> StoreFull:
+    def _full(self, tasks: Collection[str], needed: int, timeout_s: float) -> StoreFull:
         return StoreFull(
-            f"{asker(task_id)} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
+            f"{asker(tasks)} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
             f"bytes {self._current_bytes} are held, {self._leased_bytes} are cleared but still read, "
             f"{self._taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self._waiting)} puts wait"
         )

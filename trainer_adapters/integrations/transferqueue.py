@@ -19,6 +19,7 @@ own control messages are TransferQueue's. It was written against TransferQueue 0
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -105,6 +106,7 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
         self._store: Store | None = None
+        self._making = threading.Lock()
         self._budget_bytes, self._timeout_s = _checked(config)
         super().__init__(controller_info, config, zmq_context=zmq_context)
 
@@ -177,20 +179,19 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
 
     def _put_rows(self, data: TensorDict, metadata: BatchMeta) -> dict[int, dict[str, bytes]]:
         """By global index and field: what the controller is to keep."""
-        if self._store is None:
-            self._store = Store(budget_bytes=self._budget_bytes, name="queue")
+        with self._making:  # the first puts may come at once
+            if self._store is None:
+                self._store = Store(budget_bytes=self._budget_bytes, name="queue")
+        tasks = {
+            _task_id(partition_id, index, field): {field: value}
+            for field in _fields(data)
+            for (index, partition_id), value in zip(_samples(metadata), _rows_of(data.get(field)), strict=True)
+        }
+        entries = iter(self._store.put_tasks(tasks, timeout_s=self._timeout_s))
         stored: dict[int, dict[str, bytes]] = {index: {} for index in metadata.global_indexes}
-        done: list[str] = []
-        try:
-            for field in _fields(data):
-                for (index, partition_id), value in zip(_samples(metadata), _rows_of(data.get(field)), strict=True):
-                    task_id = _task_id(partition_id, index, field)
-                    (entry,) = self._store.put(task_id, {field: value}, timeout_s=self._timeout_s)
-                    done.append(task_id)
-                    stored[index][field] = msgspec.msgpack.encode(StoredRow(entry, self._store.owner))
-        except BaseException:
-            self._store.clear(done)
-            raise
+        for field in _fields(data):
+            for index in metadata.global_indexes:
+                stored[index][field] = msgspec.msgpack.encode(StoredRow(next(entries), self._store.owner))
         return stored
 
     async def _drop(self, rows: Sequence[StoredRow]) -> None:
