@@ -18,6 +18,7 @@ import torch
 
 from inference_plugin.transports.segment import SharedSegment
 from inference_plugin.wire.errors import DigestMismatch, FetchFailed, StoreFull, TransportUnavailable
+from tests.batch.interrupts import interrupted
 from tests.batch.owners import (
     MIB,
     as_bytes,
@@ -122,6 +123,17 @@ def test_a_lease_lasts_as_long_as_the_last_view_however_it_was_made(store: Store
         views.pop()
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the lease")
     assert leased_to_nobody(store)
+
+
+def test_ctrl_c_at_any_point_of_a_fetch_leaves_no_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps frames, and with them rows
+    entries = [entry for i in range(3) for entry in store.put(f"t{i}", {"a": torch.full((1, 2000), i), "b": [i]})]
+    after = whole = 0
+    while whole < 20:  # some Ctrl-C is swallowed where Python has nobody to raise it to
+        after += 1
+        whole = 0 if interrupted(lambda: fetched(entries, store.owner), after) else whole + 1
+    gc.collect()
+    eventually(lambda: leased_to_nobody(store), "the end of all leases")
 
 
 def test_every_row_of_groups_keeps_the_lease_of_its_shard_and_lies_where_its_group_does(store: Store) -> None:

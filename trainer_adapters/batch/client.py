@@ -239,7 +239,7 @@ class _Fetch:
         return {channel: source for source in self._sources for channel in source.open}
 
     def _take(self, source: _Source, channel: Channel, reply: object, deadline_s: float) -> None:
-        if (exchange := source.open.pop(channel, None)) is None:
+        if (exchange := source.open.get(channel)) is None:
             return  # the owner was given up for what another channel told at the same time
         try:
             if isinstance(reply, WeightwireError):
@@ -253,10 +253,12 @@ class _Fetch:
             )
             source.add(pull_exchanges(self._arrivals.admit(exchange.entries), self._bucket_bytes))
         except WeightwireError as error:
-            exchange.give_up()
             self._arrivals.fail(exchange.entries, _for_rows(error))
             if not isinstance(error, ProtocolError):  # the owner is gone or can't be spoken to
                 source.give_up(error)
+        finally:
+            exchange.give_up()  # also after Ctrl-C
+            source.open.pop(channel, None)
         source.ask(channel)
 
     def _raise_failures(self) -> None:

@@ -147,11 +147,10 @@ class Consumer:
     def end(self, owner: Owner, number: int, index: int = ALL) -> None:
         """Ends the lease of one shard, by its index among those leased, or of all. Takes no lock: the garbage collector calls it
         at any point of any thread."""
-        if os.getpid() == self.pid:
-            self._ended.append((owner, number, index))
-            if not self._is_told:
-                self._is_told = True
-                os.eventfd_write(self._news, 1)
+        self._ended.append((owner, number, index))  # first: Ctrl-C may end this call; in a child nobody looks there
+        if not self._is_told and os.getpid() == self.pid:
+            self._is_told = True
+            os.eventfd_write(self._news, 1)
 
     def connection(self, owner: Owner) -> Channel | None:
         """A connection to the owner that was kept, if there is one."""

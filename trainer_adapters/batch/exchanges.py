@@ -16,7 +16,6 @@ from inference_plugin.wire.errors import (
     DigestMismatch,
     ProtocolError,
     SyncTimeout,
-    TransportUnavailable,
     WeightwireError,
 )
 from inference_plugin.wire.messages import Body, Lease, Leased, Pull, Pulled
@@ -123,11 +122,11 @@ class Exchange:
     request: Body
 
     def take(self, reply: object, payload: memoryview | None, arrivals: Arrivals, deadline_s: float) -> None:
-        """Hands the reply's shards to `arrivals`. Raises for a reply of another kind."""
+        """Hands the reply's shards to `arrivals`. Raises for a reply of another kind. `give_up` follows in any case."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Nobody waits for the reply any more, or it was an error."""
+        """Nobody waits for the reply any more: it was taken, or an error, or never came."""
 
 
 class LeaseExchange(Exchange):
@@ -138,7 +137,8 @@ class LeaseExchange(Exchange):
         self._owner = owner
         self._consumer = consumer()
         self._number = self._consumer.next_number()
-        self._is_handed_over = False
+        self._ends: set[int] | None = None
+        """The shards whose leases this exchange ends, by their index; None: the lease as a whole. Other shards end their own."""
         self.request = Lease(self._consumer.sender, self._number, tuple(map(_wanted, entries)))
 
     def take(self, reply: object, payload: memoryview | None, arrivals: Arrivals, deadline_s: float) -> None:
@@ -147,14 +147,7 @@ class LeaseExchange(Exchange):
         leased = _accepted(self.entries, reply.refused, arrivals)
         if len(leased) != len(reply.places):
             raise ProtocolError(f"{self._owner.id} leased {len(reply.places)} shards, not {len(leased)}")
-        if not leased:
-            self.give_up()  # no shard will end it
-            return
-        try:
-            segments = [self._consumer.map(segment, self._owner, self._number) for segment in reply.segments]
-        except TransportUnavailable:
-            self.give_up()
-            raise
+        segments = [self._consumer.map(segment, self._owner, self._number) for segment in reply.segments]
         sizes = [segment.memory.size for segment in segments]
         in_segment: list[list[int]] = [[] for _ in segments]
         empty: list[int] = []
@@ -167,26 +160,28 @@ class LeaseExchange(Exchange):
                 raise ProtocolError(
                     f"{self._owner.id} places shard {entry.shard} outside of the segments that it named"
                 )
-        self._is_handed_over = True
+        ends = set(range(len(leased)))
+        self._ends = ends or None
         for index in empty:
             arrivals.keep(leased[index], torch.empty(0, dtype=torch.uint8, device="cpu"), digest_bytes(b""))
-            self._consumer.end(self._owner, self._number, index)
         for segment, indexes in zip(segments, in_segment, strict=True):
             for some in _in_groups(indexes, leased):
                 if time.monotonic() > deadline_s:
                     late = SyncTimeout("the deadline passed before it was checked", hint=LATE)
                     arrivals.fail([leased[index] for index in some], late)
-                    for index in some:
-                        self._consumer.end(self._owner, self._number, index)
                     continue
                 spans = [(reply.places[index].offset, leased[index].nbytes) for index in some]
                 digests = digest_spans(segment.memory, spans)
                 for index, (start, nbytes), digest in zip(some, spans, digests, strict=True):
-                    arrivals.keep(leased[index], LeasedBytes(segment, start, nbytes, index), digest)
+                    data = LeasedBytes(segment, start, nbytes, index)
+                    ends.discard(index)
+                    arrivals.keep(leased[index], data, digest)
 
     def give_up(self) -> None:
-        if not self._is_handed_over:  # else each shard has a lease of its own
+        if self._ends is None:
             self._consumer.end(self._owner, self._number)
+        for index in self._ends or ():
+            self._consumer.end(self._owner, self._number, index)
 
 
 class PullExchange(Exchange):
