@@ -18,6 +18,7 @@ from tests.support.engines import eventually
 from tests.support.rig import fork, gone, kill, runtime
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.ranks import RankBatch
+from trainer_adapters.batch.records import ClearReport
 from trainer_adapters.batch.store import Store
 
 
@@ -56,7 +57,7 @@ def test_what_a_rank_and_what_rank_0_computes_belongs_to_the_rows_and_is_cleared
     assert rows["sums"].tolist() == [int(row.sum()) for row in rows.rows("ids")]
     assert torch.equal(rows["advantages"], rows["rewards"] - rows["rewards"].mean())
     assert mine.stats().tasks == 2
-    batch.clear()
+    assert batch.clear() == ClearReport(cleared=6)
     assert (owner.stats().tasks, mine.stats().tasks, batch.lost) == (0, 0, set())
 
 
@@ -113,6 +114,8 @@ def test_rows_that_a_rank_has_no_means_to_fetch_are_an_error_and_not_left_out(st
     with pytest.raises(BatchError, match=r"rank 0: .*TransportUnavailable: .*Ray"):
         batch.fetch()
     assert batch.lost == set()
+    ((owner, error),) = batch.clear().failed
+    assert owner == elsewhere.id and "Ray" in error.message, "rows that stay are reported"
 
 
 def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[Store, Store]) -> None:

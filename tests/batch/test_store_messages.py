@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +271,20 @@ def test_an_owner_that_answers_wrongly_is_a_typed_error_for_its_shards(
         assert text in str(raised.value)
     finally:
         liar.close()
+
+
+def test_an_entry_of_more_bytes_than_the_process_may_take_fails_at_once(held: tuple[Store, Entry, Peer]) -> None:
+    """Be it for `ulimit -v`, or for a container's limit, whatever the host has: an allocation would fail, or end the process."""
+    store, entry, _ = held
+    large = msgspec.structs.replace(entry, shard=ShardId("large", "k"), item_shape=(1 << 26,), nbytes=1 << 30)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 29), before[1]))
+    try:
+        with pytest.raises(FetchFailed, match="1073741824 bytes by its entry"):
+            fetched([large], elsewhere(store.owner))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("is_far", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from inference_plugin.wire.errors import (
     SyncTimeout,
     WeightwireError,
 )
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import Body, Lease, Leased, Pull, Pulled
 from inference_plugin.wire.messages.batch import MAX_WANTED, Cut, RefusedShard, WantedShard
 from trainer_adapters.batch.consumer import LeasedBytes, consumer
@@ -55,9 +55,9 @@ class Arrivals:
         return [entry for entry in entries if entry.shard not in self._have and entry.shard not in self.failed]
 
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Fails the entries for whose bytes this host has no memory, and returns the others. For bytes that are copied to this
+        """Fails the entries for whose bytes this process has no memory, and returns the others. For bytes that are copied to this
         process: an entry may claim any size, and the owner has not confirmed it yet."""
-        room, admitted = available_bytes(), []
+        room, admitted = free_host_bytes(), []
         for entry in self.missing(entries):
             if entry.nbytes > room:
                 self.fail((entry,), _no_room(entry, room))
@@ -220,18 +220,9 @@ def _in_groups(indexes: Sequence[int], entries: Sequence[Entry]) -> Iterator[lis
         yield group
 
 
-def available_bytes() -> int:
-    """Bytes that this host can give without swapping; without /proc/meminfo there is no limit."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return 1 << 63
-
-
 def _no_room(entry: Entry, room: int) -> BatchError:
     return BatchError(
-        f"shard {entry.shard} has {entry.nbytes} bytes by its entry; of this host's memory {room} bytes are left for it",
+        f"shard {entry.shard} has {entry.nbytes} bytes by its entry; {room} bytes of memory are left for it here",
         hint="fetch fewer rows at a time, or on a host with more memory; if no worker made so large a row, the metadata is wrong",
         side="consumer",
         replica=entry.owner,

@@ -40,6 +40,7 @@ from inference_plugin.wire.errors import (
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.boundary import TIMEOUT_S
 from trainer_adapters.batch.nested import Putting, remotize
+from trainer_adapters.batch.records import ClearReport
 
 __all__ = ["RankBatch"]
 
@@ -135,10 +136,13 @@ class RankBatch:
             self.lost.update(fetched.lost)
             self._leave_out(set(fetched.lost))
 
-    def clear(self) -> None:
-        """Rank 0: has every owner drop what the batch began with, and what was added to it."""
-        for batch in self._kept:
-            batch.clear(timeout_s=self._timeout_s)
+    def clear(self) -> ClearReport:
+        """Rank 0: has every owner drop what the batch began with, and what was added to it. The report lists owners that could
+        not be reached."""
+        reports = [batch.clear(timeout_s=self._timeout_s) for batch in self._kept]
+        failed = {owner: error for report in reports for owner, error in report.failed}
+        counts = sum(report.cleared for report in reports), sum(report.unknown for report in reports)
+        return ClearReport(*counts, tuple(failed.items()))
 
     def _share(self, lost: set[str]) -> DistributedBatch | None:
         mine = self._ranks.from_first(self._ranks.agreed(lambda: self._shares(lost)))
@@ -179,7 +183,8 @@ class RankBatch:
     def _drop(self, put: Sequence[DistributedBatch]) -> None:
         """Frees rows that did not become a part of the batch."""
         for batch in put:
-            batch.clear(timeout_s=self._timeout_s)
+            if (report := batch.clear(timeout_s=self._timeout_s)).failed:
+                logger.warning("weightwire: rows that were not added stay where they are: %s", report)
 
     def _leave_out(self, tasks: set[str]) -> None:
         if own := tasks - set(self.whole.row_tasks(self._by)):
