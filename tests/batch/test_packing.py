@@ -230,6 +230,15 @@ def test_what_a_reader_would_refuse_as_too_large_is_refused_where_it_is_sent(
         batch.to_bytes()
 
 
+@pytest.mark.parametrize("tag", [np.float32(0.5), torch.tensor(0.5), [1]])
+def test_a_tag_that_a_reader_would_refuse_is_refused_where_it_is_sent(tag: Any) -> None:
+    one = entry(0, "a", 2, Kind.JAGGED)
+    task = one.shard.task_id
+    batch = DistributedBatch.of_entries([one], OWNERS, tags={task: {"score": tag}})
+    with pytest.raises(BatchError, match=f"tag 'score' of task {task!r} is a {type(tag).__name__}"):
+        batch.to_bytes()
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged_bytes_are_a_batch_or_a_protocol_error(data: st.DataObject) -> None:

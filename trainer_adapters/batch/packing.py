@@ -32,6 +32,7 @@ from trainer_adapters.batch.records import (
     RowCount,
     ShardId,
     Tags,
+    TagValue,
     VersionSpan,
 )
 from trainer_adapters.batch.rows import PartRows, RowIndex
@@ -138,7 +139,7 @@ def pack(columns: Collection[Column], owners: Mapping[str, Owner], rows: int, ta
             versions=tuple(versions),
             indices=tuple(indices),
             columns=tuple(packed),
-            tags={task: dict(said) for task, said in tags.items()},
+            tags={task: _checked(task, said) for task, said in tags.items()},
         )
     )
 
@@ -163,6 +164,16 @@ def unpack(data: bytes) -> tuple[dict[str, Column], tuple[Owner, ...], dict[str,
     except (BatchError, IndexError, ValueError) as error:
         raise ProtocolError(f"not the metadata of a batch: {error}") from error
     return columns, batch.owners, batch.tags
+
+
+def _checked(task: str, tags: Tags) -> dict[str, TagValue]:
+    for name, value in tags.items():
+        if type(value) not in (type(None), bool, int, float, str):
+            raise BatchError(
+                f"tag {name!r} of task {task!r} is a {type(value).__name__}; allowed are None, bool, int, float and str",
+                hint="give the number of a tensor or of numpy with .item()",
+            )
+    return dict(tags)
 
 
 def _repeated(columns: Iterable[PackedColumn]) -> int:
