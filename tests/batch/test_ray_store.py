@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from inference_plugin.wire.errors import (
+    BatchError,
     DigestMismatch,
     FetchFailed,
     PeerLost,
@@ -115,6 +116,27 @@ class Holder:
     def total(self, batch: DistributedBatch) -> int:
         """Of another store's rows."""
         return int(batch.fetch()["tokens"].sum())
+
+
+def test_a_forked_child_is_refused_and_closes_nothing_where_it_would_wait_for_ever(ray: Any, store: RayStore) -> None:
+    (entry,) = store.put("t", {"k": torch.ones(1)})
+    child = os.fork()
+    if not child:
+        refused = 0
+        for use in (lambda: store.put("u", {"k": torch.ones(1)}), lambda: store.get(entry.shard), store.stats):
+            try:
+                use()
+            except BatchError:
+                refused += 1
+        store.close()
+        os._exit(refused)
+    try:
+        eventually(lambda: gone(child), "the end of the child")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 3 and store.get(entry.shard).tensor.tolist() == [1.0]
+    store.clear(["t"])
 
 
 def test_actors_read_each_other_s_rows_by_the_batch_alone(ray: Any, store: RayStore) -> None:

@@ -50,11 +50,11 @@ def check_budget(tasks: Collection[str], needed: int, budget_bytes: int) -> None
         )
 
 
-def check_process(owner: Owner) -> None:
-    """Raises `BatchError` in a forked child of a store's process: it has the store's memory, and books of its own, and would
-    write over rows of its parent."""
-    if os.getpid() != owner.pid:
+def check_process(owner: Owner, pid: int) -> None:
+    """Raises `BatchError` in a forked child of process `pid`, whose store it is: the child has books of its own, and would write
+    over rows of its parent; on Ray it would wait for ever."""
+    if os.getpid() != pid:
         raise BatchError(
-            f"the store {owner.id} is of process {owner.pid}; this is one that was forked from it",
+            f"the store {owner.id} is of process {pid}; this is one that was forked from it",
             hint="make a Store in each process that puts rows",
         )

@@ -12,6 +12,7 @@ all of it, so this store protects against mistakes, not against members of the c
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
 from trainer_adapters.batch.inputs import parts_of_task
-from trainer_adapters.batch.limits import checked_count, checked_seconds
+from trainer_adapters.batch.limits import check_process, checked_count, checked_seconds
 from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.ray_directory import Numbers, RowDirectory
 from trainer_adapters.batch.ray_rows import NAMESPACE, SCHEME, bytes_of, ray_errors, ray_library, wanted
@@ -60,6 +61,7 @@ class RayStore(Closing):
 
         self._budget_bytes = budget_bytes
         self._is_closed = False
+        self._pid = os.getpid()
         self._tickets = itertools.count()
         owner_id = new_replica_id(name)
         self.owner = Owner(owner_id, SCHEME + owner_id)
@@ -148,8 +150,9 @@ class RayStore(Closing):
         return StoreStats(numbers.tasks, numbers.shards, numbers.nbytes, 0, self._budget_bytes)
 
     def close(self) -> None:
-        """Ends the directory and drops everything; may be called twice. Readers keep what they have fetched."""
-        if self._is_closed:
+        """Ends the directory and drops everything; may be called twice. Readers keep what they have fetched. In a forked child it
+        does nothing: Ray has no connection there."""
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
         if self._ray.is_initialized():
@@ -166,6 +169,7 @@ class RayStore(Closing):
             raise
 
     def _check_open(self) -> None:
+        check_process(self.owner, self._pid)
         if self._is_closed:
             raise ProtocolError(f"the store {self.owner.id} is closed")
 

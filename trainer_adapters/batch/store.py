@@ -90,7 +90,7 @@ class Store(Closing):
         this process alone. Rows that fill only a part of it are copied. Its bytes count against the budget until it is gone
         and its shard is cleared. Waits and raises as `put`. A process that is forked from this one must not touch it.
         """
-        check_process(self.owner)
+        check_process(self.owner, self.owner.pid)
         sizes = [checked_count("shape", size, 0) for size in shape]
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
@@ -127,7 +127,7 @@ class Store(Closing):
         self, tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None = None, timeout_s: float = 0.0
     ) -> tuple[Entry, ...]:
         """As `put`, of several tasks: either all of their rows are stored or nothing."""
-        check_process(self.owner)
+        check_process(self.owner, self.owner.pid)
         timeout_s = checked_seconds("timeout_s", timeout_s)
         given = {shard: part for task_id, data in tasks.items() for shard, part in parts_of_task(task_id, data).items()}
         sizes = [one.nbytes for one in given.values()]
@@ -178,7 +178,7 @@ class Store(Closing):
 
     def get(self, shard: ShardId) -> LocalPart:
         """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
-        check_process(self.owner)
+        check_process(self.owner, self.owner.pid)
         with self._lock:
             self._check_open()
             held = self._tasks.get(shard.task_id, {}).get(shard.key)
@@ -205,7 +205,7 @@ class Store(Closing):
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""
-        check_process(self.owner)
+        check_process(self.owner, self.owner.pid)
         asked = listed_tasks(task_ids)
         unknown = self.drop(asked)
         return ClearReport(cleared=len(asked) - len(unknown), unknown=len(unknown))
