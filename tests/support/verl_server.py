@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -20,6 +21,9 @@ class Server:
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
         self.calls: list[list[Any]] = []
+        self.threads = ThreadPoolExecutor(256)  # one for each request of a step, and more for commands
+        self.gate = asyncio.Event()  # as verl's server has one: what comes after an abort waits here, not in the engine
+        self.gate.set()
 
     def get_calls(self) -> list[list[Any]]:
         return self.calls
@@ -29,26 +33,29 @@ class Server:
 
     async def sleep(self) -> None:
         self.calls.append(["sleep"])
-        await asyncio.to_thread(self.post, "/sleep?level=2")
+        await self.ask("/sleep?level=2")
 
     async def wake_up(self, tags: list[str]) -> None:
         self.calls.append(["wake_up", *tags])
-        await asyncio.to_thread(self.post, "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+        await self.ask("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         self.calls.append(["abort_all_requests"])
-        await asyncio.to_thread(self.post, "/pause?mode=abort")
+        self.gate.clear()
+        await self.ask("/pause?mode=abort")
 
     async def resume_generation(self) -> None:
         self.calls.append(["resume_generation"])
-        await asyncio.to_thread(self.post, "/resume")
+        await self.ask("/resume")
+        self.gate.set()
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
         body = {"model": self.model, "prompt": list(prompt_ids), "max_tokens": ANSWER_TOKENS, "logprobs": 0}
         body |= {"return_token_ids": True, "temperature": sampling_params["temperature"]}
-        choice = json.loads(await asyncio.to_thread(self.post, "/v1/completions", body))["choices"][0]
+        await self.gate.wait()
+        choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
         steps = [call[1] for call in self.calls if call[0] == "set_global_steps"]
         return TokenOutput(
             token_ids=choice["token_ids"],
@@ -56,6 +63,9 @@ class Server:
             stop_reason="aborted" if choice["finish_reason"] == "abort" else "completed",
             extra_fields={"global_steps": steps[-1]},
         )
+
+    async def ask(self, path: str, body: Any = None) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self.post, path, body)
 
     def post(self, path: str, body: Any = None) -> bytes:
         headers = {"Content-Type": "application/json"}
