@@ -39,7 +39,7 @@ class ThroughWeightwire:
 
     def _setup(self) -> None:
         config = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
-        WeightwireManager(config, None, [])
+        WeightwireManager(config, None, [])  # raises for another backend
         super()._setup()  # type: ignore[misc]
         made = getattr(self, self.replaced)  # its own config says "naive", whatever the user's says
         setattr(self, self.replaced, WeightwireManager(config, made.actor_wg, made.replicas))
