@@ -42,7 +42,6 @@ def test_rows_of_a_prompt_that_is_computed_anew_are_those_of_the_new_weights_alo
         assert len(wanted) == len(PROMPT)
         manager.update(sources[old], 2)
         engine.call("pool", name="in flight", prompt=PROMPT, steps=5)
-        engine.call("own_pause")
         assert not engine.look(["in flight"])[0]["finished"]
         manager.update(sources[new], 3)
         engine.call("own_resume")

@@ -173,8 +173,8 @@ class Driver:
             self.llm.llm_engine.add_request(name, prompt, params, **adapter)
 
     def do_pool(self, name: str, prompt: list[int], steps: int = 0) -> None:
-        """A request of token-wise pooling: its answer has `rows`, one for each token of the prompt. An in-process engine takes so
-        many steps at once."""
+        """A request of token-wise pooling: its answer has `rows`, one for each token of the prompt. With `steps` an in-process
+        engine takes so many, and then stands by vLLM's own pause."""
         from vllm import PoolingParams
 
         self.must_live()
@@ -183,6 +183,8 @@ class Driver:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
         for _ in range(steps):
             self.step()
+        if steps:  # now: it would take more of them before another command comes
+            self.do_own_pause()
 
     def must_live(self) -> None:
         """A dead engine takes no step any more, so a test that waited for its answers would wait for ever."""
