@@ -267,7 +267,7 @@ def test_a_filter_pattern_that_matches_nothing_is_refused(patterns: dict[str, li
         ({"rename": {"kept": 3}}, "rename={'kept': 3} is neither a function of a name nor a mapping"),
         ({"dtype_rules": ["*.weight"]}, r"dtype_rules have '\*.weight', which is no pair"),
         ({"dtype_rules": {3: "bfloat16"}}, r"dtype_rules have \(3, 'bfloat16'\), which is no pair"),
-        ({"dtype_rules": 0}, "dtype_rules have 0, which is no pair"),
+        ({"dtype_rules": 0}, "0, of type int, is neither a dtype nor rules"),
     ],
 )
 def test_names_and_rules_of_another_form_are_refused_as_the_adapter_is_made(wrong: dict[str, Any], words: str) -> None:

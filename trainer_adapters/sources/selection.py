@@ -157,8 +157,12 @@ def _patterns(name: str, given: object) -> tuple[str, ...]:
 
 
 def _pairs(rules: object) -> list[tuple[str, torch.dtype | str]]:
-    given = rules.items() if isinstance(rules, Mapping) else rules
-    pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if not isinstance(rules, Iterable):
+        raise ArgumentError(
+            f"{rules!r}, of type {type(rules).__name__}, is neither a dtype nor rules",
+            hint='such as "bfloat16", or dtype_rules={"*norm.weight": torch.float32, "*": "bfloat16"}',
+        )
+    pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ArgumentError(
