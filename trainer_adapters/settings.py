@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["CHOICES", "BestEffort", "CatchUpPolicy", "OnFailure", "Quorum", "Settings", "Stragglers", "check_choice"]
 
 logger = logging.getLogger(__name__)
+
+_choosing: ContextVar[Callable[..., Any] | None] = ContextVar("_choosing", default=None)
+"""The user's function that chooses replicas right now."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,16 @@ class Settings:
             return list(cards)
         if isinstance(chosen, str):
             return [card for card in cards if card.model == chosen]
+        if _choosing.get() is chosen:
+            raise ConfigError("it asked its manager, which asks it", hint="it is to decide by the card alone")
+        token = _choosing.set(chosen)
         try:
             return [card for card in cards if chosen(card)]
         except Exception as error:
-            raise ConfigError(f"replicas= raised {error!r} for a replica's card", hint="mend the function") from error
+            hint = error.hint if isinstance(error, ConfigError) else "mend the function"
+            raise ConfigError(f"replicas= raised {error!r} for a replica's card", hint=hint) from error
+        finally:
+            _choosing.reset(token)
 
     def offered(self) -> list[Transport]:
         """The transports for `install`, in order of preference; for "auto" also those that stream, for replicas that stand still

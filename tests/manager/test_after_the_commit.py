@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from inference_plugin.net.channel import Channel
 from inference_plugin.plugins import hookimpl
@@ -33,19 +36,27 @@ def test_a_coordinators_listener_that_raises_changes_no_answer_and_the_engine_go
 
 
 class FailingSource(ShardSource):
-    """A user's own source, whose record of the engine's dtypes can't be read."""
+    """A user's own source, whose record of the engine's dtypes can't be read, or is of another form."""
+
+    recorded: dict[str, Any] | None = None
 
     @property
-    def engine_dtypes(self) -> dict[str, str]:
-        raise RuntimeError("a source's own trouble")
+    def engine_dtypes(self) -> dict[str, Any]:
+        if self.recorded is None:
+            raise RuntimeError("a source's own trouble")
+        return self.recorded
 
 
 def test_a_source_that_raises_once_its_version_is_installed_changes_no_answer(start: Start) -> None:
     rig = start()
     with SyncManager(timeout_s=60) as manager:
         report = manager.update(FailingSource(checkpoint(1)), 1)
-    assert [r.status for r in report.replicas] == ["committed"] and report.engine_dtypes == {}
-    assert holds(rig, 1)
+        assert [r.status for r in report.replicas] == ["committed"] and report.engine_dtypes == {}
+        assert holds(rig, 1)
+        of_another_form = FailingSource(checkpoint(2))
+        of_another_form.recorded = {"*": torch.bfloat16}
+        assert manager.update(of_another_form, 2).engine_dtypes == {"*": "torch.bfloat16"}
+    assert holds(rig, 2)
 
 
 def test_a_replica_of_which_one_rank_lost_the_version_takes_its_number_again_with_the_same_weights_alone(

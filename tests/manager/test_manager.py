@@ -311,6 +311,15 @@ def test_a_function_that_chooses_no_replica_or_raises_is_told_apart_from_a_job_w
         SyncManager(replicas=7)  # type: ignore[arg-type]
 
 
+def test_a_function_that_chooses_replicas_by_asking_its_manager_is_told_so(start: Start) -> None:
+    start()
+    with SyncManager(timeout_s=60, replicas=lambda card: len(manager.replicas()) > 0) as manager:
+        for ask in (manager.replicas, lambda: manager.update(source(1))):
+            with pytest.raises(ConfigError, match="asked its manager") as raised:
+                ask()
+            assert "decide by the card alone" in raised.value.hint
+
+
 def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> None:
     for options in (
         {"timeout_s": 0},

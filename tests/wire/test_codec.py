@@ -155,6 +155,15 @@ def unbounded(kind: inspect.Type, where: str) -> Iterator[str]:
             raise AssertionError(f"{where}: {kind}")
 
 
+def test_a_body_that_goes_to_many_peers_in_turn_has_each_ones_number_and_no_others_content() -> None:
+    one, other = Abort("policy", "a" * 24, "one"), Abort("policy", "a" * 24, "other")
+    for sent in ([one, one, other], [other, one, one], [one, other, one]):
+        frames = [codec.encode(body, seq) for seq, body in enumerate(sent)]
+        assert [codec.decode(frame) for frame in frames] == [
+            Envelope(PROTOCOL_VERSION, seq, body) for seq, body in enumerate(sent)
+        ]
+
+
 @pytest.mark.parametrize("body", BOUNDED, ids=lambda body: body.__name__)
 def test_every_field_of_a_message_has_its_bounds(body: type[Any]) -> None:
     assert list(unbounded(inspect.type_info(body), "")) == []

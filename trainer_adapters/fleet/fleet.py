@@ -92,7 +92,7 @@ class Fleet:
         self._tells: list[Tell] = []
         self._news = True
         self._changed = threading.Condition(threading.RLock())
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()
 
     def cards(self) -> list[ReplicaCard]:
         """The living replicas of the job that the manager is for, by id."""

@@ -254,7 +254,7 @@ class _Update:
         with harmless("counting copies"):
             copies = max((transport_named(way.name).copies_per_byte for way in self.ways), default=0.0)
         with harmless("asking the source for the engine's dtypes"):
-            engine_dtypes = dict(self.source.engine_dtypes)
+            engine_dtypes = {str(name): str(dtype) for name, dtype in self.source.engine_dtypes.items()}
         own = self.transaction.messages + 2 * (self.context.ranks.size - 1)
         return UpdateReport(
             group=self.settings.group,
