@@ -38,8 +38,8 @@ SGLANG: list[tuple[str, InstallPolicy]] = [
     *((name, "standby") for name in ("glm4_moe", "gemma2", "helium", "apertus", "bert-embedding", "minicpm3")),
     ("deepseek_v3", "copy"),
     # with stand-ins for kernels
-    *((name, "standby") for name in ("gpt_oss", "gemma4", "qwen3_next", "qwen3_moe-fp8-by-sglang")),
-    *((name, "copy") for name in ("llama-fp8-by-sglang", "qwen3-fp8-blocks", "llama-fp8-static")),
+    *((name, "standby") for name in ("gpt_oss", "gemma4", "qwen3_next", "qwen3_moe-fp8-by-sglang", "kimi-k2.5")),
+    *((name, "copy") for name in ("llama-fp8-by-sglang", "qwen3-fp8-blocks", "llama-fp8-static", "kimi_linear")),
 ]
 
 

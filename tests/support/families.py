@@ -661,6 +661,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "afmoe",
             "Afmoe",
+            stand_ins=True,
             **EXPERTS,
             num_dense_layers=1,
             num_shared_experts=1,
@@ -845,7 +846,7 @@ FAMILIES: dict[str, Family] = {
         _family("mamba", "Mamba", **STATE, state_size=16, pad_token_id=0),
         _family("mamba2", "Mamba2", **STATE | {"head_dim": 32}, num_heads=4, state_size=16, n_groups=1, pad_token_id=0),
         _family("falcon_mamba", "FalconMamba", **STATE, state_size=16, pad_token_id=0),
-        _family("falcon_h1", "FalconH1", vllm=NO_PREFIXES, **MAMBA2, mamba_d_ssm=128),
+        _family("falcon_h1", "FalconH1", stand_ins=True, vllm=NO_PREFIXES, **MAMBA2, mamba_d_ssm=128),
         _family("bamba", "Bamba", **MAMBA2, **TWO_HEADS, attn_layer_indices=[1]),
         _family(
             "jamba",
@@ -883,6 +884,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "granitemoehybrid",
             "GraniteMoeHybrid",
+            stand_ins=True,
             vllm=NO_PREFIXES,
             **TWO_HEADS,
             **LOCAL_EXPERTS,
@@ -894,6 +896,7 @@ FAMILIES: dict[str, Family] = {
             _family(
                 name,
                 "NemotronH",
+                stand_ins=True,
                 sglang=_configured(mamba_n_groups=1),
                 entries={
                     "layers_block_type": [NEMOTRON[layer] for layer in pattern],
@@ -968,6 +971,8 @@ FAMILIES: dict[str, Family] = {
         _family(
             "kimi_linear",
             "KimiLinear",
+            stand_ins=True,
+            sglang={"attention_backend": "torch_native"},
             vllm=PLAIN_LATENT | {"enable_prefix_caching": False, "mamba_block_size": 256},
             **LATENT | {"q_lora_rank": None},
             **ROUTED_EXPERTS | {"first_k_dense_replace": 0},
@@ -1265,7 +1270,7 @@ FAMILIES: dict[str, Family] = {
                 maker,
                 vllm=vllm,
                 engines=("vllm", "sglang") if name in IN_BOTH else ("vllm",),
-                stand_ins=name == "step3p5",
+                stand_ins=name in ("step3p5", "deepseek_v1"),
             )
             for name, (maker, vllm) in WRITTEN.items()
         ),
@@ -1296,7 +1301,12 @@ FAMILIES: dict[str, Family] = {
                 POOLED.get(name, "tokens"),
                 dtype=medium.dtype,
                 vllm=medium.vllm,
-                sglang={"enable_multimodal": True, "trust_remote_code": medium.vllm.get("trust_remote_code", False)}
+                sglang={
+                    "enable_multimodal": name
+                    != "kimi-k2.5",  # SGLang asks for the processor that comes with the checkpoint
+                    "trust_remote_code": medium.vllm.get("trust_remote_code", False),
+                }
+                | ({"attention_backend": "torch_native"} if name == "kimi-k2.5" else {})
                 | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4")) else {}),
                 torchvision=True,
                 stand_ins=True,

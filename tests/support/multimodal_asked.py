@@ -116,8 +116,17 @@ ASKED: dict[str, Medium] = {
             "processor_config.json": {"processor_class": "Kimi_K25Processor"},
         },
         config={
-            "text_config": LATENT_TEXT,
-            "vision_config": TOWER | {"patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4},
+            "text_config": LATENT_TEXT | {
+                "architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "scoring_func": "sigmoid",
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+                    "mscale": 0.707, "mscale_all_dim": 0.707,
+                },
+            },
+            "vision_config": TOWER | {"patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4} | {
+                "init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4, "pos_emb_type": "divided_fixed",
+                "merge_type": "sd2_tpool", "video_attn_type": "spatial_temporal", "vt_hidden_size": 32, "text_hidden_size": WIDTH,
+            },
             "projection_hidden_size": 32, "tie_word_embeddings": False,
             "image_token_id": "<|media_pad|>", "video_token_id": "<|kimi_k25_video_placeholder|>",
             "vision_start_token_id": "<|media_begin|>", "vision_end_token_id": "<|media_end|>",

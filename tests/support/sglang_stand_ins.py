@@ -6,9 +6,10 @@ Importing this module, before SGLang's models are, gives an engine of this proce
 - the attention named "triton" in torch: sinks (for each head one more score, which takes part in the softmax and has no
   value), soft caps, and caches of sliding windows that hold fewer tokens than those of other layers. Interpreted, one answer
   would take minutes;
-- gated delta networks (Qwen3-Next, Qwen3.5) and Mamba-2 by the code for GPUs rather than by kernels for a CPU, which no
-  package index has; their convolutions, gated norms and recurrence in torch;
-- MiniMax's norms in torch;
+- gated delta networks (Qwen3-Next, Qwen3.5), Kimi's, and Mamba-2 by the code for GPUs rather than by kernels for a CPU, which no
+  package index has; their convolutions, gated norms and recurrences in torch;
+- products of another dtype than their factors', MiniMax's norms, experts without a gate, and those of models that keep them
+  themselves, in torch;
 - FP8, and compressed-tensors' int8, as on a GPU: SGLang's own code quantises the weights and lays them out; products are those of
   the dequantised weights.
 
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from tests.support import sglang_state_spaces as spaces
 from tests.support import triton_interpreter
 
 IMPORTED_BEFORE = ("sglang.srt.managers.scheduler", "sglang.srt.models.qwen3_moe", "sglang.srt.models.qwen3_vl")
@@ -45,8 +48,8 @@ def import_for_a_gpu() -> None:
     for name in IMPORTED_BEFORE:
         importlib.import_module(name)
     convolutions: Any = importlib.import_module("sglang.kernels.ops.mamba.causal_conv1d_triton")
-    convolutions.causal_conv1d_fn = convolve
-    convolutions.causal_conv1d_update = convolve_on
+    convolutions.causal_conv1d_fn = spaces.convolve
+    convolutions.causal_conv1d_update = spaces.convolve_on
     for name in FOR_A_GPU:
         is_mamba = name.endswith("mamba.mamba")
         with (
@@ -56,21 +59,34 @@ def import_for_a_gpu() -> None:
             importlib.import_module(name)
 
 
+library = torch.library.Library("aten", "IMPL")
+
+
 def give() -> None:
+    library.impl("mm.dtype", lambda one, other, dtype: one.to(dtype) @ other.to(dtype), "CPU")
     triton_interpreter.mend()
     torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
     import_for_a_gpu()
     from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton, kda_triton
+    from sglang.srt.layers.attention.mamba import mamba
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
     from sglang.srt.models import minimax_m2
 
     attention_registry.ATTENTION_BACKENDS["triton"] = _torch_attention()
-    gdn_triton.chunk_gated_delta_rule = gated_delta_rule
-    gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = one_token_each
+    gdn_triton.chunk_gated_delta_rule = spaces.gated_delta_rule
+    gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = spaces.one_token_each
+    kda_triton.chunk_kda = spaces.kimi_delta_rule
+    kda_triton.fused_recurrent_kda_packed_decode = spaces.one_token_each_of_kimis
+    mamba.mamba_chunk_scan_combined = spaces.state_space_dual
+    mamba.selective_state_update = spaces.state_space_step
     FusedRMSNormGated.forward = _gated_norm
     layernorm_gated._get_sm_count = lambda _: 1
+    fused_moe.fused_moe = _experts
+    fused_moe_native.moe_forward_native = _or_without_gate(fused_moe_native.moe_forward_native)
     give_quantised()
     minimax_m2.rms_sumsq_serial = lambda *_: None
     minimax_m2.rms_apply_serial = _two_norms
@@ -160,6 +176,32 @@ def _experts_in_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     return StandardCombineInput(hidden_states=out)
 
 
+def _experts(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, moe_runner_config: Any
+) -> torch.Tensor:
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+
+    experts = SimpleNamespace(num_experts=len(w1), w13_weight=w1, w2_weight=w2)
+    return moe_forward_native(experts, hidden_states, topk_output, moe_runner_config)
+
+
+def _or_without_gate(gated: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`moe_forward_native` that also has experts without a gate, whose activation is a squared ReLU (Nemotron-H)."""
+
+    def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        if config.activation != "relu2":
+            return gated(layer, x, topk_output, config)
+        weights, experts, _ = topk_output
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for place in range(experts.shape[1]):
+            up, down = (each[experts[:, place].long()].float() for each in (layer.w13_weight, layer.w2_weight))
+            inner = torch.einsum("tmh,th->tm", up, x.float()).relu().square()
+            out += weights[:, place, None].float() * torch.einsum("thm,tm->th", down, inner)
+        return out.to(x.dtype)
+
+    return forward
+
+
 def _gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     gate = torch.sigmoid(g.float()) if self.activation == "sigmoid" else torch.nn.functional.silu(g.float())
     return (_normed(x, self.weight, self.eps) * gate).to(x.dtype)
@@ -173,116 +215,6 @@ def _two_norms(
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
-
-
-def convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens_cpu: list[int],
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-    activation: str | None = "silu",
-    **_: Any,
-) -> torch.Tensor:
-    """`causal_conv1d_fn`: x [channels, tokens], weight [channels, width], conv_states [slots, channels, width - 1]."""
-    out = torch.empty_like(x)
-    for sequence, slot in enumerate(cache_indices.tolist()):
-        rows = slice(int(query_start_loc[sequence]), int(query_start_loc[sequence + 1]))
-        past = conv_states[slot] if has_initial_state[sequence] else torch.zeros_like(conv_states[slot])
-        window = torch.cat([past.to(x.dtype), x[:, rows]], 1)
-        out[:, rows] = _activated(
-            (window.unfold(1, weight.shape[1], 1) * weight[:, None]).sum(-1).mT, bias, activation
-        ).mT
-        conv_states[slot] = window[:, window.shape[1] - past.shape[1] :]
-    return out
-
-
-def convolve_on(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | bool | None = None,
-    *,
-    conv_state_indices: torch.Tensor,
-    **_: Any,
-) -> torch.Tensor:
-    """`causal_conv1d_update`: x [sequences, channels], one token of each."""
-    slots = conv_state_indices.long()
-    window = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], -1)
-    conv_state[slots] = window[..., 1:].to(conv_state.dtype)
-    return _activated((window * weight).sum(-1), bias, activation)
-
-
-def _activated(x: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
-    x = x if bias is None else x + bias
-    return torch.nn.functional.silu(x) if activation else x
-
-
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    initial_state: torch.Tensor,
-    initial_state_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    **_: Any,
-) -> tuple[torch.Tensor, None, None]:
-    """`chunk_gated_delta_rule` of SGLang's `fla`, token by token (arXiv:2412.06464, equation 10), with normed keys.
-
-    q, k [1, tokens, key heads, K], v [1, tokens, heads, V], g (logarithms), beta [1, tokens, heads]; initial_state
-    [slots, heads, V, K] is read and written. Returns [1, tokens, heads, V].
-    """
-    heads, out = v.shape[2], torch.empty_like(v)
-    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    for sequence, slot in enumerate(initial_state_indices.tolist()):
-        state = initial_state[slot].float()
-        for at in range(int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])):
-            state = state * g[0, at].float().exp()[:, None, None]
-            found = torch.einsum("hvk,hk->hv", state, k[0, at])
-            change = (v[0, at].float() - found) * beta[0, at].float()[:, None]
-            state = state + torch.einsum("hv,hk->hvk", change, k[0, at])
-            out[0, at] = torch.einsum("hvk,hk->hv", state, q[0, at]).to(out.dtype)
-        initial_state[slot] = state.to(initial_state.dtype)
-    return out, None, None
-
-
-def one_token_each(
-    *,
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    dt_bias: torch.Tensor,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    ssm_state_indices: torch.Tensor,
-    **more: Any,
-) -> None:
-    """`fused_recurrent_gated_delta_rule_packed_decode`: the rule for one token of each sequence; writes `out`
-    [sequences, 1, heads, V]. mixed_qkv: [sequences, channels], q, k and v one after the other."""
-    count, _, heads, width = out.shape
-    depth = initial_state.shape[-1]
-    keys = (mixed_qkv.shape[1] - heads * width) // 2
-    q, k, v = mixed_qkv.split([keys, keys, heads * width], 1)
-    softplus = torch.nn.functional.softplus(a.float() + dt_bias.float())
-    done, *_ = gated_delta_rule(
-        q.view(1, count, -1, depth),
-        k.view(1, count, -1, depth),
-        v.view(1, count, heads, width),
-        (-more["A_log"].float().exp() * softplus)[None],
-        b.float().sigmoid()[None],
-        initial_state=initial_state,
-        initial_state_indices=ssm_state_indices,
-        cu_seqlens=torch.arange(count + 1),
-    )
-    out.copy_(done.transpose(0, 1))
 
 
 def _torch_attention() -> type:

@@ -1,7 +1,7 @@
 """Multi-head latent attention in SGLang: the weights that its loaders derive from `kv_b_proj`, derived again for one module.
 
-DeepSeek-V2, -V3 and their relatives derive them at the end of each load (`post_load_weights`), from the projection as the
-checkpoint has it, before a quantisation method post-processes that. Here the same method runs on a twin of the model in
+DeepSeek-V2, -V3, their relatives and Kimi Linear derive them at the end of each load (`post_load_weights`), from the projection
+as the checkpoint has it, before a quantisation method post-processes that. Here the same method runs on a twin of the model in
 which one attention module is a stand-in. MiniCPM3's loader derives them itself, and then removes the projection: it runs
 without tensors on a model of one layer, whose attention is the stand-in.
 """
@@ -71,7 +71,7 @@ def why_underivable(model: nn.Module) -> str | None:
     """Why the weights that the load of `model` derived can't be derived again module by module; None if they can."""
     known = {id(one) for _, one in _models(model)}
     for name, module in model.named_modules():
-        if hasattr(module, "post_load_weights") and id(module) not in known:
+        if hasattr(module, "post_load_weights") and id(module) not in known and not _only_delegates(module):
             return f"{type(module).__name__} post-processes as a whole"
         if any(isinstance(vars(module).get(gathered), torch.Tensor) for gathered in _GATHERED):
             return f"{name} gathers its derived weights over the ranks of a decode context"
@@ -89,11 +89,34 @@ def _models(root: nn.Module) -> list[tuple[str, Any]]:
         from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
 
         known.append(DeepseekV3ForCausalLMNextN.post_load_weights)
+    if (kimi := _kimi_linear()) is not None:
+        known.append(kimi.post_load_weights)
     return [
         (name, module)
         for name, module in root.named_modules()
-        if isinstance(module, DeepseekV2WeightLoaderMixin) and type(module).post_load_weights in known
+        if getattr(type(module), "post_load_weights", None) in known
     ]
+
+
+def _kimi_linear() -> Any:
+    """The class of Kimi Linear; None where SGLang lacks it, or its method."""
+    with contextlib.suppress(ImportError, AttributeError):  # optional, too
+        from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
+
+        KimiLinearForCausalLM.post_load_weights  # noqa: B018 -- AttributeError before 0.5.23
+        return KimiLinearForCausalLM
+    return None
+
+
+def _only_delegates(module: nn.Module) -> bool:
+    """Whether `post_load_weights` does no more than calling that of its language model, as in models that read images."""
+    called: list[None] = []
+    language_model = SimpleNamespace(post_load_weights=lambda: called.append(None))
+    try:
+        type(module).post_load_weights(SimpleNamespace(language_model=language_model))  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 -- it wants more than this
+        return False
+    return called == [None]
 
 
 def _layers(model: Any) -> list[str]:
@@ -127,6 +150,10 @@ def _derive_by_a_load(stand_in: nn.Module) -> None:
 
 def _derive(model: Any, attention: str, stand_in: nn.Module) -> None:
     twin: Any = with_submodule(model, attention, stand_in)
+    if (kimi := _kimi_linear()) is not None and isinstance(model, kimi):
+        twin.config = SimpleNamespace(full_attention_layer_ids=[int(attention.split(".")[2])])
+        kimi.post_load_weights(twin)
+        return
     is_draft = _layers(model.model) == [_DRAFT_LAYER]
     type(model).post_load_weights(twin, is_nextn=is_draft, weight_names=[f"{attention}.{KV_PROJECTION}.weight"])
 
