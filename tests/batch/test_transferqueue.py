@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,10 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from inference_plugin.wire.errors import BatchError, ConfigError, FetchFailed, PeerLost, StoreFull
+from inference_plugin.wire.errors import (
+    BatchError,
+    ConfigError,
+    FetchFailed,
+    PeerLost,
+    StoreFull,
+    SyncTimeout,
+    TransportUnavailable,
+)
 from tests.batch.owners import MIB
 from tests.batch.row_promises import ROWS, RowPromises, Rows
-from tests.support.rig import eventually
+from tests.support.rig import eventually, few_descriptors
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.status import BatchStatus
 
@@ -49,6 +58,9 @@ class Writer:
         fields = [{"k": torch.full((1, 50), number)} for number in range(len(keys))]
         with ThreadPoolExecutor(len(keys)) as pool:
             list(pool.map(self.put, [[key] for key in keys], [partition] * len(keys), fields))
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def shards(self) -> int:
         store = self.tq.get_client().storage_manager._store
@@ -119,9 +131,7 @@ class QueueRows:
             patch.setattr(manager, "_timeout_s", 1.0)
             put(self._queue, keys, self._partition, fields)
         self._samples[task_id] = keys
-        client = self._queue.get_client()
-        asked = client.async_kv_retrieve_meta(keys, self._partition)
-        return batch_of(asyncio.run_coroutine_threadsafe(asked, client._loop).result(600))
+        return batch_of(metadata_of(self._queue, keys, self._partition))
 
     def clear(self, task_ids: Iterable[str]) -> None:
         if keys := [key for task_id in task_ids for key in self._samples.get(task_id, ())]:
@@ -237,15 +247,57 @@ def test_a_field_that_is_put_again_is_replaced_also_by_another_process(
     assert [row.tolist() for row in rows] == [[2] * 50, [9] * 70]
 
 
+@pytest.fixture
+def impatient(queue: Any) -> Iterator[Any]:
+    """A client's storage, whose drops last a second at most."""
+    from transfer_queue.storage.managers.base import StorageManagerFactory
+
+    config = {"budget_bytes": MIB, "timeout_s": 1}
+    storage = StorageManagerFactory.create("weightwire", queue.get_client().storage_manager.controller_info, config)
+    yield storage
+    storage.close()
+
+
+def metadata_of(queue: Any, keys: list[str], partition: str) -> Any:
+    client = queue.get_client()
+    asked = client.async_kv_retrieve_meta(keys, partition)
+    return asyncio.run_coroutine_threadsafe(asked, client._loop).result(600)
+
+
+def test_a_put_stands_whose_old_rows_cannot_be_dropped_and_a_clear_says_which_it_did_not_reach(
+    ray: Any, queue: Any, writer: Any, impatient: Any, partition: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get(writer.put.remote(["a"], partition, {"k": torch.ones(1, 50), "l": torch.ones(1, 5)}), timeout=600)
+    new, metadata = tensordict.TensorDict({"k": torch.zeros(1, 50)}, batch_size=1), metadata_of(queue, ["a"], partition)
+    os.kill(pid := ray.get(writer.pid.remote(), timeout=600), signal.SIGSTOP)
+    try:
+        asyncio.run(impatient.put_data(new, metadata))
+        assert "rows that were replaced may stay in the budget of queue-" in caplog.text
+        assert queue.kv_batch_get(["a"], partition, select_fields=["k"])["k"].sum() == 0
+        with pytest.raises(SyncTimeout, match=r"no reply from.*clear again"):
+            asyncio.run(impatient.clear_data(metadata))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with few_descriptors(0), pytest.raises(TransportUnavailable, match="descriptors"):
+        asyncio.run_coroutine_threadsafe(impatient.clear_data(metadata), queue.get_client()._loop).result(600)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_adapters.integrations.transferqueue.CONTROLLER_S", 0.0)
+        with pytest.raises(SyncTimeout, match="controller did not answer within 0 s"):
+            asyncio.run(impatient.clear_data(metadata))
+    queue.kv_clear(["a"], partition)
+    ray.get(
+        writer.put.remote(["a"], partition, {"k": torch.ones(1, 5)}), timeout=600
+    )  # in the place of what may be left
+    queue.kv_clear(["a"], partition)
+    assert ray.get(writer.shards.remote(), timeout=600) == 0
+
+
 def test_what_was_cleared_meanwhile_is_the_error_that_transferqueue_s_callers_catch(queue: Any, partition: str) -> None:
     put(queue, ["a", "b"], partition, {"k": torch.ones(2, 5)})
-    client = queue.get_client()
-    metadata = asyncio.run_coroutine_threadsafe(
-        client.async_kv_retrieve_meta(["a", "b"], partition), client._loop
-    ).result(600)
+    metadata = metadata_of(queue, ["a", "b"], partition)
     queue.kv_clear(["a"], partition)
     with pytest.raises(tq.StorageKeyNotFoundError, match="it was cleared"):
-        client.get_data(metadata)
+        queue.get_client().get_data(metadata)
 
 
 def test_a_batch_of_metadata_is_remote_and_fetches_the_same_rows(queue: Any, partition: str) -> None:
@@ -253,11 +305,7 @@ def test_a_batch_of_metadata_is_remote_and_fetches_the_same_rows(queue: Any, par
 
     ragged = torch.nested.nested_tensor([torch.arange(3.0), torch.arange(9.0)], layout=torch.jagged)
     put(queue, ["a", "b"], partition, {"tokens": ragged, "reward": torch.tensor([0.5, 1.5])})
-    client = queue.get_client()
-    metadata = asyncio.run_coroutine_threadsafe(
-        client.async_kv_retrieve_meta(["b", "a"], partition), client._loop
-    ).result(600)
-    batch = batch_of(metadata)
+    batch = batch_of(metadata_of(queue, ["b", "a"], partition))
     assert (batch.status, len(batch), set(batch.keys())) == (BatchStatus.REMOTE, 2, {"tokens", "reward"})
     batch.fetch()
     assert [row.tolist() for row in batch["tokens"].unbind()] == [list(range(9)), list(range(3))]

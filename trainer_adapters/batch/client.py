@@ -57,6 +57,8 @@ HINTS: dict[type[WeightwireError], str] = {
     PeerLost: "the rows that its process held are lost: go on without these tasks, or generate them again",
 }
 
+AGAIN = "clear again: it is idempotent"
+
 MOST_TOLD = 16
 """Largest number of reasons in the text of one error."""
 
@@ -148,12 +150,12 @@ def clear_tasks(
         replies = fan_out([request for _, _, request in requests], TasksCleared, timeout_s=timeout_s)
         for (owner_id, asked, _), reply in zip(requests, replies, strict=True):
             if isinstance(reply, WeightwireError):
-                failed[owner_id] = _for_rows(reply)
+                failed[owner_id] = _for_rows(reply.advise(AGAIN) if isinstance(reply, SyncTimeout) else reply)
             else:
                 unknown.update(reply.unknown)
                 cleared.update(set(asked) - set(reply.unknown))
     for backend in backends:
-        late = SyncTimeout(f"no answer within {timeout_s:g} s", hint="clear again: it is idempotent")
+        late = SyncTimeout(f"no answer within {timeout_s:g} s", hint=AGAIN)
         for (owner, of_owner), answer in zip(backend.asked, backend.finish(late), strict=True):
             if isinstance(answer, WeightwireError):
                 failed[owner.id] = _for_rows(answer)

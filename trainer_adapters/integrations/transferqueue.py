@@ -19,6 +19,7 @@ own control messages are TransferQueue's. It was written against TransferQueue 0
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -32,9 +33,11 @@ from inference_plugin.wire.errors import (
     BatchError,
     ConfigError,
     FetchFailed,
+    PeerLost,
     ProtocolError,
     SyncTimeout,
     TransportUnavailable,
+    WeightwireError,
 )
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import afetch_entries, clear_tasks
@@ -58,6 +61,8 @@ except ImportError as missing:
     ) from missing
 
 __all__ = ["BACKEND", "RowsNotFound", "WeightwireStorageManager", "batch_of", "register"]
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "weightwire"
 """The name in TransferQueue's configuration."""
@@ -113,7 +118,10 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
     async def put_data(
         self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
     ) -> None:
-        """Stores the fields of all samples, or none of them, then tells the controller. Raises `StoreFull`, `BatchError`."""
+        """Stores the fields of all samples, or none of them, then tells the controller. Raises `StoreFull`, `BatchError`.
+
+        Rows of other processes that these replace are dropped there. The put stands where one can't be reached: that is logged.
+        """
         if data_parser is not None:
             raise BatchError(
                 "a data_parser runs in the storage units of SimpleStorage; the backend 'weightwire' has none",
@@ -132,7 +140,13 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         )
         assert self._store is not None
         own = self._store.owner.id
-        await self._drop([row for row in old if row.owner.id != own])  # replaced: this process has them now
+        for owner, error in await self._drop([row for row in old if row.owner.id != own]):  # this process has them now
+            # Later the owner may have put rows of its own under these names: nobody may drop them then.
+            logger.warning(
+                "weightwire: rows that were replaced may stay in the budget of %s, until it puts them anew or ends: %s",
+                owner,
+                error.message,
+            )
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """The fields of the samples, packed as TransferQueue's own storage does. Raises `RowsNotFound`, `FetchFailed`."""
@@ -153,7 +167,8 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         return TensorDict(packed, batch_size=size)
 
     async def clear_data(self, metadata: BatchMeta) -> None:
-        """Drops all fields of the samples at their owners; an owner that has ended has dropped them. Raises `SyncTimeout`.
+        """Drops all fields of the samples at their owners; an owner that has ended has dropped them. Raises the error of an owner
+        that could not be reached, once all others have dropped theirs: the samples stay known, and may be cleared again.
 
         The metadata that a caller has may lack fields, and the controller forgets all of them: so it is asked for them first.
         """
@@ -169,7 +184,11 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
                     )
                     if index in indexes
                 ]
-        await self._drop([row for row in rows if row is not None])
+        failed = await self._drop([row for row in rows if row is not None])
+        for owner, error in failed:
+            logger.warning("weightwire: rows of %s were not cleared: %s", owner, error)
+        if failed:
+            raise failed[0][1]
 
     def close(self) -> None:
         """Closes the client's sockets and the store; rows of this process are gone then. May be called twice."""
@@ -194,17 +213,16 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
                 stored[index][field] = msgspec.msgpack.encode(StoredRow(next(entries), self._store.owner))
         return stored
 
-    async def _drop(self, rows: Sequence[StoredRow]) -> None:
+    async def _drop(self, rows: Sequence[StoredRow]) -> list[tuple[str, WeightwireError]]:
+        """Returns the owners that could not be asked, and why. The rows of one that has ended are gone."""
         if not rows:
-            return
+            return []
         owners = {row.owner.id: row.owner for row in rows}
         tasks: dict[str, list[str]] = {}
         for row in rows:
             tasks.setdefault(row.owner.id, []).append(row.entry.shard.task_id)
         report = await asyncio.to_thread(clear_tasks, tasks, owners, timeout_s=self._timeout_s)
-        for owner, error in report.failed:
-            if isinstance(error, SyncTimeout):
-                raise SyncTimeout(f"{owner} did not say within {self._timeout_s:g} s that rows were cleared") from error
+        return [(owner, error) for owner, error in report.failed if not isinstance(error, PeerLost)]
 
     async def _partition(self, partition_id: str) -> BatchMeta | None:
         """The controller's metadata of all samples and fields of a partition. None where it has no such partition."""
@@ -223,8 +241,10 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
             try:
                 await socket.send_multipart(request)
                 frames = await asyncio.wait_for(socket.recv_multipart(copy=False), CONTROLLER_S)
-            except BaseException:
+            except BaseException as error:
                 socket.close(linger=0)  # a late reply must not become another request's
+                if isinstance(error, TimeoutError):
+                    raise SyncTimeout(f"TransferQueue's controller did not answer within {CONTROLLER_S:g} s") from error
                 raise
         reply = ZMQMessage.deserialize(frames)
         if reply.request_type != ZMQRequestType.GET_PARTITION_META_RESPONSE:
