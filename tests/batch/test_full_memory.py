@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.batch.owners import MIB, descriptors, elsewhere, fetched, memfd_bytes
+from tests.support.memory import in_a_control_group
 from tests.support.rig import runtime
 from trainer_adapters.batch.store import Store
 
@@ -69,6 +71,22 @@ with Store(budget_bytes=256 << 20) as store:
     assert all_are(kept, 5) and all_are(later, 9)
 """
 
+IN_A_CONTAINER = """
+input("ready\\n")
+store = Store(budget_bytes=1 << 30)
+kept = store.put("kept", row(8, 5))
+try:
+    for number in range(100):
+        store.put(f"more {number}", row(8, 7))
+    raise SystemExit("800 MiB found room in a container of 160 MiB")
+except TransportUnavailable as error:
+    assert "shared memory for rows of 40 MiB does not fit" in str(error) and "budget_bytes" in error.hint, error
+assert number > 4 and all_are(kept, 5)
+store.clear(f"more {number}" for number in range(number))
+assert all_are(store.put("later", row(8, 9)), 9)
+store.close()
+"""
+
 
 @pytest.fixture(autouse=True)
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -110,6 +128,20 @@ def test_a_full_dev_shm_does_not_concern_a_store() -> None:
 @can_mount
 def test_memory_that_ends_in_the_middle_of_a_put_is_a_typed_error_and_the_room_comes_back() -> None:
     in_a_small_dev_shm(OF_A_SMALL_FILE_SYSTEM)
+
+
+def test_a_container_s_limit_is_a_typed_error_and_a_budget_beyond_it_is_warned_of() -> None:
+    program = [sys.executable, "-c", HEAD + IN_A_CONTAINER]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            with in_a_control_group([process.pid], 160 * MIB):
+                _, said = process.communicate("\n", timeout=600)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said[-4000:]
+    assert "a store's budget_bytes is 1073741824; this process may take" in said
 
 
 def test_a_segment_that_the_system_refuses_is_a_typed_error_and_what_is_held_stays() -> None:

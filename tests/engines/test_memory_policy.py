@@ -20,14 +20,13 @@ from pathlib import Path
 import pytest
 
 from inference_plugin.wire.errors import EngineUnsupported, TransportUnavailable
-from inference_plugin.wire.host_memory import CGROUPS
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Faulty, all_idle
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support import poison
 from tests.support.engines import Driver, eventually, segments_of
 from tests.support.managers import SyncManager
-from tests.support.memory import held_bytes
+from tests.support.memory import held_bytes, in_a_control_group
 from tests.support.sglang_engines import SglangDriver
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -84,35 +83,6 @@ def limited(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
     finally:
         for pid, limits in before.items():
             resource.prlimit(pid, resource.RLIMIT_AS, limits)
-
-
-@contextlib.contextmanager
-def in_a_control_group(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
-    """These processes together may take `left_bytes` more of memory, of whichever version the host's control groups are."""
-    first = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
-    mounted, limit = (CGROUPS / "memory", "memory.limit_in_bytes") if first else (CGROUPS, "memory.max")
-    group = mounted / f"weightwire-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(left_bytes))  # what they took before counts in their old group
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
-    before = {pid: group_of(pid, mounted, "memory" if first else "") for pid in pids}
-    try:
-        for pid in pids:
-            (group / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        for pid, old in before.items():
-            (old / "cgroup.procs").write_text(str(pid))
-        group.rmdir()
-
-
-def group_of(pid: int, mounted: Path, controller: str) -> Path:
-    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-    return next(mounted / name.lstrip("/") for _, controllers, name in lines if controller in controllers.split(","))
 
 
 BOUNDS = {"addresses": limited, "control-group": in_a_control_group}

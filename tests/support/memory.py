@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Peak", "held_bytes", "peak_bytes", "peak_of"]
+import pytest
+
+from inference_plugin.wire.host_memory import CGROUPS
+
+__all__ = ["Peak", "held_bytes", "in_a_control_group", "peak_bytes", "peak_of"]
 
 
 @dataclass
@@ -35,6 +39,36 @@ def peak_of(pid: int) -> Iterator[Peak]:
     before = _now_bytes(pid, "VmRSS")
     yield peak
     peak.nbytes = _now_bytes(pid, "VmHWM") - before
+
+
+@contextlib.contextmanager
+def in_a_control_group(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
+    """These processes together may take `left_bytes` more of memory, of whichever version the host's control groups are."""
+    first = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    mounted, limit = (CGROUPS / "memory", "memory.limit_in_bytes") if first else (CGROUPS, "memory.max")
+    group = mounted / f"weightwire-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(left_bytes))  # what they took before counts in their old group
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    before = {pid: _group_of(pid, mounted, "memory" if first else "") for pid in pids}
+    try:
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for pid, old in before.items():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                (old / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+def _group_of(pid: int, mounted: Path, controller: str) -> Path:
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    return next(mounted / name.lstrip("/") for _, controllers, name in lines if controller in controllers.split(","))
 
 
 def held_bytes(pids: Sequence[int]) -> int:

@@ -14,6 +14,8 @@ A block is freed when nobody reads or writes it any more. Two rules keep another
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 import os
 from collections.abc import Iterable
@@ -25,9 +27,11 @@ import numpy.typing as npt
 
 from inference_plugin.transports.segment import LARGE_PAGE_BYTES, SharedSegment
 from inference_plugin.wire.errors import TransportUnavailable
-from inference_plugin.wire.host_memory import gives_large_shared_pages
+from inference_plugin.wire.host_memory import check_fits, free_host_bytes, gives_large_shared_pages
 
-__all__ = ["Block", "BlockMemory", "Freeing", "GivenBack", "Segment"]
+__all__ = ["Block", "BlockMemory", "Freeing", "GivenBack", "Segment", "warn_of_budget"]
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 """Enough for any dtype, for SIMD and for the one-pass copy with digest."""
@@ -36,6 +40,14 @@ PAGE = mmap.PAGESIZE
 
 LARGE_FROM_BYTES = 32 << 20
 """Segments from this size on ask for pages of 2 MiB; of a smaller store these would waste too much."""
+
+LOOKED_EVERY_BYTES = 8 << 20
+"""New pages of a segment between two looks at the memory that this process may still take."""
+
+LEFT_BYTES = 32 << 20
+"""Memory that a put leaves to everything else in this process, new pages up to the next look included."""
+
+NO_MEMORY = "give the store a smaller budget_bytes, or the process more memory; what the store holds is kept"
 
 
 class Segment:
@@ -47,6 +59,7 @@ class Segment:
     """
 
     __slots__ = (
+        "_looked_ahead_bytes",
         "_shared",
         "address",
         "backed",
@@ -69,7 +82,7 @@ class Segment:
         self._shared.ask_for_large_pages(is_large)
         self.backed_at_once = LARGE_PAGE_BYTES if is_large else 1
         self.memory: npt.NDArray[np.uint8] = self._shared.tensor.numpy()
-        self.used = self.backed = 0
+        self.used = self.backed = self._looked_ahead_bytes = 0
         self.blocks: dict[int, int] = {}
         self.edge_blocks: dict[int, int] | None = None
         self.block_bytes = self.given_back_bytes = 0
@@ -86,13 +99,17 @@ class Segment:
 
     def back(self, offset: int, nbytes: int) -> None:
         """Has the pages of a new block exist before anybody writes to it: a write that finds the system without memory would end
-        the process. Raises `TransportUnavailable`."""
+        the process. So does a container's limit, here already: it is looked at first. Raises `TransportUnavailable`."""
+        self._looked_ahead_bytes -= nbytes
+        if self._looked_ahead_bytes < 0:
+            with contextlib.suppress(OSError):  # no descriptor is free to look with
+                check_fits(nbytes + LEFT_BYTES, "shared memory for rows", NO_MEMORY)
+            self._looked_ahead_bytes = LOOKED_EVERY_BYTES
         try:
             self._shared.back(offset, nbytes)
         except OSError as error:
             raise TransportUnavailable(
-                f"shm: the system has no memory for {nbytes} bytes of rows: {error}",
-                hint="give the store a smaller budget_bytes, or the process more memory; what the store holds is kept",
+                f"shm: the system has no memory for {nbytes} bytes of rows: {error}", hint=NO_MEMORY
             ) from error
 
     def trim(self) -> list[GivenBack]:
@@ -320,6 +337,18 @@ class Freeing:
     def __exit__(self, *_: object) -> None:
         if self._freed:
             self._memory.give_back(self._freed)
+
+
+def warn_of_budget(budget_bytes: int) -> None:
+    """Logs a warning where this process can't take as much memory as a store's budget."""
+    with contextlib.suppress(OSError):  # no descriptor is free to look with
+        if budget_bytes > (free := free_host_bytes()):
+            logger.warning(
+                "weightwire: a store's budget_bytes is %d; this process may take %d bytes of memory, its container's limit "
+                "included: puts may fail before the budget is reached",
+                budget_bytes,
+                free,
+            )
 
 
 def _occupied(nbytes: int) -> int:

@@ -32,7 +32,7 @@ from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases, check_rows, with_shards
 from trainer_adapters.batch.limits import asker, check_budget, check_process, checked_count, checked_seconds
-from trainer_adapters.batch.memory import Block, BlockMemory, Freeing, GivenBack
+from trainer_adapters.batch.memory import Block, BlockMemory, Freeing, GivenBack, warn_of_budget
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, StoreStats, VersionSpan, listed_tasks
 from trainer_adapters.batch.server import StoreServer
@@ -62,6 +62,7 @@ class Store(Closing):
         if not (name.isascii() and name.isalpha() and name.islower()):
             raise ValueError(f"name={name!r}: use lower-case letters")
         self._budget_bytes = budget_bytes
+        warn_of_budget(budget_bytes)
         self._memory = BlockMemory(max(MIN_SEGMENT_BYTES, budget_bytes // SEGMENTS_PER_BUDGET))
         self._leases = Leases()
         self._tasks: dict[str, dict[str, Holding]] = {}
