@@ -21,6 +21,7 @@ from inference_plugin.net.processes import start_ticks
 from inference_plugin.wire import codec
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import FetchFailed
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import (
     PROTOCOL_VERSION,
     ClearTasks,
@@ -301,3 +302,16 @@ def test_an_entry_that_claims_more_than_any_memory_fails_at_once_and_costs_the_o
     assert (failure.task_id, failure.owner) == ("huge", owner.id) and torch.equal(have[entry.shard].tensor, KEPT)
     assert ("17592186044416 bytes by its entry" if is_far else "does not have it") in str(failure.error)
     assert sent == ["Pull" if is_far else "Lease"]
+
+
+def test_what_one_owner_s_rows_will_fill_is_not_free_for_those_of_another(held: tuple[Store, Entry, Peer]) -> None:
+    store, entry, _ = held
+    items = free_host_bytes() * 6 // 10 // 16
+    large = [
+        msgspec.structs.replace(entry, shard=ShardId(name, "k"), item_shape=(items,), nbytes=16 * items, owner=name)
+        for name in ("a", "b")
+    ]
+    with pytest.raises(FetchFailed) as raised:
+        fetched(large, *(msgspec.structs.replace(elsewhere(store.owner), id=name) for name in ("a", "b")))
+    failures = {failure.owner: str(failure.error) for failure in raised.value.failures}
+    assert "does not have it" in failures["a"] and f"{16 * items} bytes by its entry" in failures["b"]

@@ -48,6 +48,8 @@ class Arrivals:
         self.failed: dict[ShardId, WeightwireError] = {}
         self._have = have
         self._buffers: dict[ShardId, tuple[torch.Tensor, int]] = {}
+        self._room: int | None = None
+        """Bytes of memory that are left for copies; None until it was looked for."""
 
     def missing(self, entries: Iterable[Entry]) -> list[Entry]:
         if not self._have and not self.failed:
@@ -57,16 +59,17 @@ class Arrivals:
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
         """Fails the entries for whose bytes this process has no memory, and returns the others. For bytes that are copied to this
         process: an entry may claim any size, and the owner has not confirmed it yet."""
-        try:
-            room = free_host_bytes()
-        except OSError:  # no descriptor is free to look with
-            room = 1 << 63
+        if self._room is None:  # once for all owners: what one of them fills is not free for the next
+            try:
+                self._room = free_host_bytes()
+            except OSError:  # no descriptor is free to look with
+                self._room = 1 << 63
         admitted = []
         for entry in self.missing(entries):
-            if entry.nbytes > room:
-                self.fail((entry,), _no_room(entry, room))
+            if entry.nbytes > self._room:
+                self.fail((entry,), _no_room(entry, self._room))
             else:
-                room -= entry.nbytes
+                self._room -= entry.nbytes
                 admitted.append(entry)
         return admitted
 
