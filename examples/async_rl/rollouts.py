@@ -42,7 +42,7 @@ async def from_engine(http: httpx.AsyncClient, engine: str, task: dict[str, Any]
 def main() -> None:
     engine, server = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in every thread: only `sigwait` takes it
-    http = httpx.AsyncClient(base_url=server, timeout=ENGINE_TIMEOUT_S)
+    http = httpx.AsyncClient(base_url=server, timeout=ENGINE_TIMEOUT_S, trust_env=False)  # past any `http_proxy`
 
     async def generate(task_id: str, task: dict[str, Any]) -> Generated:
         made = await from_engine(http, engine, task)

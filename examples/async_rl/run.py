@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -36,8 +35,9 @@ SCALE_OUT = ["--enable-scale-out"]
 
 
 def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> None:
-    environment = {"WEIGHTWIRE_RUNTIME_DIR": os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(directory))}
+    environment: dict[str, str] = {}
     if (url := arguments.server) is None:
+        environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}  # a job of its own: no other engine takes its updates
         options = SCALE_OUT if arguments.engine == "vllm" else []
         log = directory / "engine.log"
         url = running.enter_context(running_server(arguments.engine, arguments.model, log, environment, options)).url
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--server", help="URL of an engine that runs already")
+    parser.add_argument("--server", help="URL of an engine that runs already: vLLM with --enable-scale-out, or SGLang")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--samples", type=int, default=8, help="answers to each prompt")

@@ -30,7 +30,7 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from weightwire import LocalSlice, ModuleAdapter, SyncManager, WeightSource
 
-console = Console()
+console = Console(markup=False)  # errors name their fields in brackets
 
 
 class WithProgress(WeightSource):
@@ -77,10 +77,9 @@ def main() -> int:
             SyncManager(arguments.group, in_flight=arguments.in_flight, on_failure="report") as manager,
             Progress(*columns, console=console) as bar,
         ):
-            version = arguments.version if arguments.version is not None else next_version(manager, arguments.group)
-            task = bar.add_task(f"version {version}", total=source.manifest().nbytes)
+            task = bar.add_task(arguments.checkpoint.name, total=source.manifest().nbytes)
             watched = WithProgress(source, lambda nbytes: bar.advance(task, nbytes))
-            report = manager.update(watched, version)
+            report = manager.update(watched, arguments.version)
             bar.stop()
             for replica in report.replicas:
                 console.print(
@@ -92,13 +91,8 @@ def main() -> int:
                 return 1
             return 1 if report.failed else 0
     except WeightwireError as error:
-        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        console.print(f"{type(error).__name__}: {error}", style="red", highlight=False)
         return 2
-
-
-def next_version(manager: SyncManager, group: str) -> int:
-    """One more than the highest version that any replica of the job serves."""
-    return 1 + max((version for version in manager.versions().values() if version is not None), default=-1)
 
 
 if __name__ == "__main__":

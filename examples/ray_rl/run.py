@@ -64,9 +64,15 @@ def start_trainers(ranks: int, model: Path, **options: Any) -> list[Any]:
 
 
 def start_replicas(count: int, model: Path) -> list[Any]:
-    """Replicas that are starting; `Trainer.wait_for_replicas` tells when they are there."""
+    """Replicas that are starting; `wait_for_replicas` tells when they are there."""
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
     return [Replica.remote(str(model), **options) for _ in range(count)]  # type: ignore[attr-defined]
+
+
+def wait_for_replicas(trainers: Sequence[Any], replicas: Sequence[Any]) -> None:
+    """Raises why an actor died. One whose constructor failed never announces itself."""
+    ray.get([replica.__ray_ready__.remote() for replica in replicas], timeout=START_S)
+    ray.get(trainers[0].wait_for_replicas.remote(len(replicas), START_S), timeout=START_S + STEP_S)
 
 
 def draw(replicas: Sequence[Any], vocabulary: int, seed: int) -> tuple[list[Sample], float]:
@@ -111,7 +117,7 @@ def main() -> None:
         model = arguments.model.resolve()
         replicas = start_replicas(arguments.replicas, model)
         trainers = start_trainers(arguments.ranks, model)
-        ray.get(trainers[0].wait_for_replicas.remote(len(replicas), START_S))
+        wait_for_replicas(trainers, replicas)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         train(trainers, replicas, Weightwire(trainers), vocabulary, range(1, arguments.steps + 1))
         if arguments.export is not None:

@@ -38,6 +38,8 @@ done
 kill -s KILL -- "-$1"
 """
 """For a shell: ends the process group $1 once standard input ends, with the process that holds its other end."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks servers of this host, past any `http_proxy`."""
 TORCHRUN = "torch/distributed/elastic"
 """In a log, what follows this is torchrun's own account of a failure; the cause stands before."""
 
@@ -156,7 +158,7 @@ class Server:
         request = urllib.request.Request(
             self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+        with DIRECT.open(request, timeout=REQUEST_TIMEOUT_S) as response:
             return json.load(response)
 
 
@@ -257,7 +259,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> No
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise DemoError(f"the server ended with status {process.returncode}; see {log}\n{tail(log)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        with contextlib.suppress(OSError), DIRECT.open(f"{url}/health", timeout=5):
             return
         time.sleep(0.5)
     raise DemoError(f"the server did not answer within {START_TIMEOUT_S:.0f} s; see {log}\n{tail(log)}")

@@ -1,17 +1,23 @@
-"""What the examples share (`examples/rl_smollm2/server.py`): whatever ends one, nothing that it started goes on."""
+"""What the examples share (`examples/rl_smollm2/server.py`): whatever ends one, nothing that it started goes on.
+And how they ask and what they say."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.support.rig import ROOT, eventually, gone
+from tests.support.rig import ROOT, eventually, gone, runtime
 
 SHARED = ROOT / "examples" / "rl_smollm2"
 STARTED = "sleep 600 & echo $!; wait"
@@ -56,6 +62,33 @@ def test_an_example_that_is_killed_leaves_no_process() -> None:
     example.communicate(timeout=300)
     eventually(lambda: all(map(gone, pids)), "the end of what the example started")
     shutil.rmtree(directory)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """An engine that has no answers."""
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"choices": []}')
+
+
+def test_an_example_asks_its_engine_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.syspath_prepend(str(SHARED))
+    monkeypatch.setitem(sys.modules, "server", shared := importlib.import_module("server"))
+    with HTTPServer(("127.0.0.1", 0), Answers) as engine:
+        threading.Thread(target=engine.handle_request, daemon=True).start()
+        assert shared.Server("vllm", f"http://127.0.0.1:{engine.server_port}").complete([[1]], max_tokens=1) == []
+
+
+def test_a_push_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    push = [sys.executable, str(ROOT / "examples" / "push_checkpoint" / "push.py"), str(tmp_path)]
+    with runtime(monkeypatch):
+        ended = subprocess.run(push, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2 and "[side=manager " in ended.stdout, ended
 
 
 def begun(end: str) -> tuple[subprocess.Popen[str], list[int], str]:

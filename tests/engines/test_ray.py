@@ -38,7 +38,7 @@ class Job:
         self.wait_for_replicas()
 
     def wait_for_replicas(self) -> None:
-        ray.get(self.trainers[0].wait_for_replicas.remote(REPLICAS, 300), timeout=600)
+        self.example.wait_for_replicas(self.trainers, self.replicas)
 
     def tokens(self) -> list[list[list[int]]]:
         """What each replica says, greedily."""
@@ -94,6 +94,11 @@ def test_the_replicas_say_what_the_trained_model_says(job: Job, tmp_path: Path, 
     ray.get([trainer.export.remote(str(job.model), str(exported)) for trainer in job.trainers], timeout=300)
     assert job.tokens() == job.expected(exported) != before
     assert job.served() == [2, 2]
+
+
+def test_a_replica_that_cannot_start_ends_the_example_at_once_and_says_why(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(ray.exceptions.ActorDiedError, match=r"(?s)raised in its creation task.*/nothing'"):
+        job.example.wait_for_replicas(job.trainers, job.example.start_replicas(1, tmp_path / "nothing"))
 
 
 def test_a_killed_trainer_actor_is_a_typed_error_and_new_ones_take_over(job: Job) -> None:
