@@ -102,6 +102,20 @@ def test_a_put_that_was_given_up_holds_no_rows_whichever_call_ray_brings_first()
         assert asyncio.run(numbers_after(*calls)) == (Numbers(1, 1, 10, 0, 0), ["", "unknown"])
 
 
+def test_a_put_that_ctrl_c_interrupts_while_it_waits_takes_no_room_later(small: RayStore) -> None:
+    rows = {"k": torch.zeros(1, SMALL - 100, dtype=torch.uint8)}
+    small.put("first", rows)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            small.put("interrupted", rows, timeout_s=60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert small.clear(["first"]).cleared == 1
+    small.put("next", rows, timeout_s=10)
+
+
 class Holder:
     """An actor that holds rows in a store of its own."""
 

@@ -25,7 +25,7 @@ from inference_plugin.net.addresses import new_replica_id
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
+from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull
 from trainer_adapters.batch.inputs import parts_of_task
 from trainer_adapters.batch.limits import check_process, checked_count, checked_seconds
 from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
@@ -183,7 +183,7 @@ class RayStore(Closing):
         ticket = next(self._tickets)
         try:
             refused = self._ask("reserve", ticket, needed, timeout_s, timeout_s=timeout_s + CALL_S)
-        except SyncTimeout:
+        except BaseException:  # late, or Ctrl-C: a ticket that nobody is behind would take the next room
             self._give_up(ticket, task_id)
             raise
         if refused is None:
