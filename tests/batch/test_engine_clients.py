@@ -250,6 +250,8 @@ def test_answers_of_sglang_that_are_none_or_disagree_are_refused() -> None:
             from_sglang(wrong)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="is empty"):
         from_sglang([])
+    with pytest.raises(BatchError, match="'abc' came with answers to other prompts"):
+        from_sglang([ANSWER, {**ANSWER, "prompt_token_ids": [1, 3]}])
 
 
 @pytest.mark.slow  # SGLang's import takes as long as that

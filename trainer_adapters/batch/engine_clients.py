@@ -94,8 +94,11 @@ def from_sglang(answer: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Gene
             hint="hand over the dict with 'output_ids' and 'meta_info', or the list of them",
         ) from error
     first = answers[0]
-    request = str(first["meta_info"].get("id", ""))
-    return _generated(f"SGLang's request {request!r}", samples, first.get("prompt_token_ids"), request)
+    request, prompt = str(first["meta_info"].get("id", "")), first.get("prompt_token_ids")
+    name = f"SGLang's request {request!r}"
+    if any(one.get("prompt_token_ids", prompt) != prompt for one in answers):
+        raise BatchError(f"{name} came with answers to other prompts", hint="make a task of each prompt")
+    return _generated(name, samples, prompt, request)
 
 
 def _from_vllm_http(answer: Mapping[str, Any]) -> Generated:
