@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from inference_plugin.wire.errors import PeerLost, StaleRollout
+from inference_plugin.wire.errors import PeerLost, PoolClosed, StaleRollout
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.rollouts.pool import RolloutPool
@@ -42,7 +42,9 @@ from weightwire import FSDPAdapter, PendingUpdate, SyncManager
 TASKS, PROMPT_TOKENS = 4, 8
 MOST_WEIGHT, KL_PENALTY = 2.0, 0.01
 STORE_BYTES = 1 << 30
-START_S, WAIT_S = 120.0, 300.0
+START_S, ENGINE_S, WAIT_S = 120.0, 30.0, 300.0
+MOST_FAILED = 16
+"""Tasks that may fail in a row. More than that: the engine has ended, say."""
 
 
 class Controller:
@@ -55,7 +57,7 @@ class Controller:
         self._staleness = arguments.max_staleness
         self._task = {"samples": arguments.samples, "max_tokens": arguments.max_tokens, "vocabulary": vocabulary}
         self._ids = map(f"{secrets.token_hex(4)}/{{}}".format, itertools.count())  # no other run has the same ones
-        self.lost_later = self.moved_bytes = self.data_bytes = 0
+        self.lost_later = self.moved_bytes = self.data_bytes = self._failed = 0
         self.submit(TASKS * (self._staleness + 1))
 
     def submit(self, tasks: int) -> None:
@@ -83,12 +85,20 @@ class Controller:
         return {"lost": stats.lost + self.lost_later, "stale": stats.stale, "controller_share": round(share, 5)}
 
     def _replace(self, done: Any) -> None:
-        """Another task takes the place of one that became too stale, or was lost with its worker."""
+        """Another task takes the place of one that became too stale, was lost with its worker, or failed. When too many have
+        failed, the pool is closed, and whoever waits for a batch hears of it."""
         error = done.exception()
-        if isinstance(error, StaleRollout | PeerLost):
+        if error is None:
+            self._failed = 0
+        elif isinstance(error, StaleRollout | PeerLost):
             self.submit(1)
-        elif error is not None:
-            print(f"a task failed, and is not replaced: {error}", file=sys.stderr, flush=True)
+        elif not isinstance(error, PoolClosed):
+            print(f"a task failed: {error}", file=sys.stderr, flush=True)
+            self._failed += 1
+            if self._failed < MOST_FAILED:
+                self.submit(1)
+            else:
+                self.pool.close()
 
 
 def train(arguments: argparse.Namespace, running: ExitStack) -> None:
@@ -102,7 +112,7 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     manager = running.enter_context(SyncManager(in_flight="keep", timeout_s=WAIT_S))
     store = running.enter_context(Store(budget_bytes=STORE_BYTES, name="trainer"))
     if dist.get_rank() == 0:
-        manager.wait_for_replicas(1, timeout_s=WAIT_S)
+        manager.wait_for_replicas(1, timeout_s=ENGINE_S)  # it answers already, or has ended
     version = manager.update(source).version  # one more than the engines served: every token has a version from now on
     controller = Controller(arguments, model.config.vocab_size, version) if dist.get_rank() == 0 else None
     if controller:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
+from inference_plugin.wire.errors import PoolClosed
 from tests.batch.async_rl_processes import LOOKED_EVERY
 from tests.support.engines import eventually
 from tests.support.rig import fork, gone, kill, runtime
+from trainer_adapters.batch.records import VersionSpan
+from trainer_adapters.batch.rollouts.worker import Generated, RolloutWorker
+from trainer_adapters.batch.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARM_UP = 200, 60
@@ -92,3 +98,31 @@ def test_a_rank_of_the_example_that_meets_no_other_ends_within_its_limit() -> No
     )
     assert ended.returncode == 1, ended.stderr
     assert "Timeout (0:00:02)!" in ended.stderr and "train.py" in ended.stderr
+
+
+def test_the_example_s_controller_replaces_tasks_that_fail_and_ends_when_they_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "async_rl"))
+    import train as example
+
+    sys.modules.pop("train")  # a name that others have too
+    left = iter(range(5))
+    more = threading.Event()
+
+    async def generate(task_id: str, task: dict[str, Any]) -> Generated:
+        if next(left, None) is not None:
+            raise OSError("the engine is away")
+        if not more.is_set():
+            return Generated({"k": [1]}, VersionSpan(0, 0))
+        raise OSError("the engine has ended")
+
+    arguments = argparse.Namespace(max_staleness=1, samples=1, max_tokens=1)
+    with runtime(monkeypatch), Store(budget_bytes=1 << 20) as store, RolloutWorker(generate, slots=2, store=store):
+        controller = example.Controller(arguments, 512, 0)
+        with controller.pool:
+            assert len(controller.draw()) == len(controller.draw()) == example.TASKS
+            more.set()
+            controller.submit(1)
+            with pytest.raises(PoolClosed):
+                controller.draw()
