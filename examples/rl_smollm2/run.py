@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -106,8 +107,13 @@ def demo(args: argparse.Namespace) -> int:
     out = args.out.resolve()
     name = ENGINES[args.engine]
     checkpoint = out / "checkpoint"
-    shutil.rmtree(checkpoint, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out / "lock", os.O_CREAT | os.O_RDWR)  # held until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DemoError(f"another demo writes to {_shown(out)}; give this one another --out") from None
+    shutil.rmtree(checkpoint, ignore_errors=True)
     if not (args.model / "config.json").is_file():
         raise DemoError(f"there is no model in {args.model}; `make model` makes it")
     tokenizer = AutoTokenizer.from_pretrained(args.model)

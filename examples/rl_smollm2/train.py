@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> None:
 
     server = Server(args.engine, args.server)
 
-    # fp32 shards, sent in the dtype of the engine: a change of dtype is said aloud, never guessed.
+    # fp32 shards, sent in the engine's dtype: nothing is cast silently.
     source = FSDPAdapter(model, dtype_rules={"*": served_dtype(args.engine)})
     with SyncManager(in_flight="keep", check_finite=True, timeout_s=120) as manager:
         for step in range(1, args.steps + 1):

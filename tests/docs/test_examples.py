@@ -3,7 +3,8 @@ And how they ask and what they say."""
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import fcntl
 import json
 import shutil
 import signal
@@ -77,10 +78,27 @@ def test_an_example_asks_its_engine_past_a_proxy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.syspath_prepend(str(SHARED))
-    monkeypatch.setitem(sys.modules, "server", shared := importlib.import_module("server"))
+    import server as shared
+
+    sys.modules.pop("server")  # a name that others have too
     with HTTPServer(("127.0.0.1", 0), Answers) as engine:
         threading.Thread(target=engine.handle_request, daemon=True).start()
         assert shared.Server("vllm", f"http://127.0.0.1:{engine.server_port}").complete([[1]], max_tokens=1) == []
+
+
+def test_a_second_demo_leaves_the_first_one_s_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SHARED))
+    import run
+    from server import DemoError
+
+    for name in ("run", "server", "task"):  # names that others have too
+        sys.modules.pop(name)
+    (tmp_path / "checkpoint").mkdir()
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DemoError, match="another demo writes to"):
+            run.demo(argparse.Namespace(engine="vllm", out=tmp_path))
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_a_push_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
