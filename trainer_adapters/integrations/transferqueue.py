@@ -22,6 +22,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import msgspec
@@ -70,6 +71,9 @@ BACKEND = "weightwire"
 TIMEOUT_S = 300.0
 """Default time limit of a get, a clear, and of a put that waits for room."""
 
+PUTS_AT_ONCE = 64
+"""Puts of one client that copy or wait for room; others wait their turn."""
+
 CONTROLLER_S = 30.0
 """Longest wait for TransferQueue's controller."""
 
@@ -112,6 +116,8 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
         self._store: Store | None = None
         self._making = threading.Lock()
+        # Not asyncio's own threads, of which there are few: puts that wait for room would keep the clear that makes it waiting.
+        self._putting = ThreadPoolExecutor(PUTS_AT_ONCE, "weightwire-put")
         self._budget_bytes, self._timeout_s = _checked(config)
         super().__init__(controller_info, config, zmq_context=zmq_context)
 
@@ -132,7 +138,7 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         if not metadata.size:
             return
         old = [row for row in _stored(metadata, _fields(data)) if row is not None]
-        stored = await asyncio.to_thread(self._put_rows, data, metadata)
+        stored = await asyncio.get_running_loop().run_in_executor(self._putting, self._put_rows, data, metadata)
         for held, fields in zip(metadata._custom_backend_meta, stored.values(), strict=True):
             held.update(fields)
         await self.notify_data_update(
@@ -195,6 +201,8 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         super().close()
         if (store := getattr(self, "_store", None)) is not None:
             store.close()
+        if (putting := getattr(self, "_putting", None)) is not None:
+            putting.shutdown(wait=False)
 
     def _put_rows(self, data: TensorDict, metadata: BatchMeta) -> dict[int, dict[str, bytes]]:
         """By global index and field: what the controller is to keep."""
