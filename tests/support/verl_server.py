@@ -1,10 +1,12 @@
-"""In the place of verl's inference server: a Ray actor that asks a stock vLLM server, which the test has started."""
+"""In the place of verl's inference server: a Ray actor that asks a stock vLLM server, which the test has started. And what a
+test asks verl's own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,3 +76,15 @@ class Server:
         with urllib.request.urlopen(request, timeout=ASK_S) as answer:
             text: bytes = answer.read()
         return text
+
+
+def tokens_of(replica: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """What verl's own server for SGLang generates, asked as verl's agent loop asks it."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    answers = [
+        replica.server_handle.generate.remote(
+            prompt_ids=list(prompt), sampling_params=dict(sampling), request_id=f"test-{number}"
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    return [list(answer.token_ids) for answer in ray.get(answers, timeout=ASK_S)]

@@ -17,7 +17,8 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
-from tests.support.verl_server import Server
+from tests.support.trl_runner import PROMPTS
+from tests.support.verl_server import ANSWER_TOKENS, Server, tokens_of
 from trainer_adapters.integrations.verl import WeightwireManager
 from trainer_adapters.integrations.verl_trainers import WeightwireColocateAsync, WeightwireSeparateAsync, WeightwireSync
 
@@ -26,7 +27,8 @@ SERVER = "WEIGHTWIRE_TEST_VERL_SERVER"
 
 
 class Saving:
-    """Leaves the trained model (`saved`) and what the replica's server was told (`calls.json`)."""
+    """Leaves the trained model (`saved`) and what the replica's server was told (`calls.json`), or what verl's own server for
+    SGLang generates then (`tokens.json`)."""
 
     def _init_resource_pool_mgr(self) -> None:
         from tests.support.verl_worker import LoopWorker
@@ -42,7 +44,10 @@ class Saving:
         assert isinstance(manager, WeightwireManager)
         (replica,) = manager.replicas
         manager.actor_wg.export(str(directory / "saved"))
-        (directory / "calls.json").write_text(json.dumps(ray.get(replica.servers[0].get_calls.remote())))
+        if replica.config.name == "sglang":
+            (directory / "tokens.json").write_text(json.dumps(tokens_of(replica, PROMPTS, ANSWER_TOKENS)))
+        else:
+            (directory / "calls.json").write_text(json.dumps(ray.get(replica.servers[0].get_calls.remote())))
 
 
 for ours in (WeightwireSync, WeightwireColocateAsync, WeightwireSeparateAsync):

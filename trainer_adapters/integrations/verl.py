@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http.client
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
 import ray
 import torch
 
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.errors import ArgumentError, ConfigError, PeerLost, SyncTimeout, TransportUnavailable
 from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
@@ -54,6 +57,7 @@ GRACE_S = 30.0
 TOLD_S = 10.0
 Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 Figures: TypeAlias = dict[str, float]
+Tag: TypeAlias = Literal["weights", "kv_cache"]
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -188,12 +192,13 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
     def add_replicas(self, replicas: list[Any]) -> None:
         """Replicas that the next update has to reach as well."""
         for replica in replicas:
-            engine = replica.config.name
-            if replica.rollout_mode is RolloutMode.STANDALONE or (shares_devices(replica) and engine == "vllm"):
+            if replica.rollout_mode is RolloutMode.STANDALONE or (shares_devices(replica) and can_wake(replica)):
                 continue
+            kind = "disaggregated " * replica.config.disaggregation.enabled + replica.config.name
             raise ArgumentError(
-                f"replica {replica.replica_rank} is a {engine} in {replica.rollout_mode}, and Weightwire can't wake it",
-                hint="standalone replicas, and vLLM on the trainer's devices; leave others to verl's own manager (naive)",
+                f"replica {replica.replica_rank} is a {kind} in {replica.rollout_mode}, and Weightwire can't wake it",
+                hint="standalone replicas, and vLLM or SGLang on the trainer's devices; leave others to verl's own manager "
+                "(naive)",
             )
         super().add_replicas(replicas)
 
@@ -257,10 +262,39 @@ def shares_devices(replica: Any) -> bool:
     return replica.rollout_mode is RolloutMode.HYBRID
 
 
-def wake_up(replicas: Sequence[Any], tag: Literal["weights", "kv_cache"], limit_s: float) -> None:
-    """Has vLLM take this memory back. Nothing is to do where a replica is awake."""
-    servers = [server for replica in replicas for server in replica.servers]
+def can_wake(replica: Any) -> bool:
+    """Whether `wake_up` reaches all of the replica's engines: a disaggregated SGLang has several, behind one address."""
+    config = replica.config
+    return bool(config.name == "vllm" or (config.name == "sglang" and not config.disaggregation.enabled))
+
+
+def wake_up(replicas: Sequence[Any], tag: Tag, limit_s: float) -> None:
+    """Has the engines take this memory back, all at once. Nothing is to do where a replica is awake. Raises what Ray raises,
+    `SyncTimeout` and `PeerLost`."""
+    by_http = [replica for replica in replicas if replica.config.name == "sglang"]
+    servers = [server for replica in replicas if replica not in by_http for server in replica.servers]
     _results([server.wake_up.remote(tags=[tag]) for server in servers], limit_s, "server")
+    with ThreadPoolExecutor(max(1, len(by_http))) as threads:
+        list(threads.map(functools.partial(resume_memory, tag=tag, limit_s=limit_s), by_http))
+
+
+def resume_memory(replica: Any, tag: Tag, limit_s: float) -> None:
+    """Asks SGLang itself, as verl's workers do: verl's server for it refuses to wake a replica on the trainer's devices."""
+    server = http.client.HTTPConnection(replica.server_address, timeout=limit_s)
+    whose = f"SGLang of replica {replica.replica_rank} at {replica.server_address}"
+    body, kind = json.dumps({"tags": [tag]}), {"Content-Type": "application/json"}
+    try:
+        server.request("POST", "/resume_memory_occupation", body, kind)
+        answer = server.getresponse()
+        status, text = answer.status, answer.read().decode(errors="replace")
+    except TimeoutError:
+        raise SyncTimeout(f"{whose} did not take its {tag} back within {limit_s:g} s", side="trainer") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise PeerLost(f"{whose} did not take its {tag} back: {error!r}", side="trainer") from error
+    finally:
+        server.close()
+    if status != http.client.OK:
+        raise PeerLost(f"{whose} did not take its {tag} back: HTTP {status}: {text[:500]}", side="trainer")
 
 
 def exported(engine: Any) -> Named:
