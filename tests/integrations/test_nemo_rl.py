@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inference_plugin.wire.errors import ConfigError, ProtocolError, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ProtocolError, SyncTimeout, WeightwireError
 from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
 from tests.engines.test_vllm_tokens import PROMPTS
+from tests.manager.conftest import Start, directory, start  # noqa: F401 -- fixtures
+from tests.manager.test_manager import holds
 from tests.support.engines import Driver
 from tests.support.greedy import greedy_batch
+from tests.support.plain_engine import checkpoint as plain_checkpoint
 
 BACKEND = "trainer_adapters.integrations.nemo_rl:WeightwireEngine"
 BASE = "nemo_rl.utils.checkpoint_engines.base"
@@ -116,12 +120,31 @@ def test_wrong_options_and_a_wrong_order_are_typed_errors() -> None:
 )
 def test_what_is_no_generator_of_named_tensors_is_a_typed_error_that_names_it(weights: Any, why: str) -> None:
     engine = made()
-    engine.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[])
+    engine.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=0, metadata=[])
     try:
         with pytest.raises(WeightwireError, match=why):
             asyncio.run(engine.send_weights(weights))
     finally:
         engine.finalize()
+
+
+def test_the_first_refit_waits_for_the_engines_of_all_rollout_workers(start: Start) -> None:  # noqa: F811
+    """One that registers later would generate with the weights that it was started with."""
+    rigs = [start(tp=2)]
+    late = threading.Timer(1.0, lambda: rigs.append(start()))
+    late.start()
+    engine, short = made(timeout_s=60), made(timeout_s=0.5)
+    topology = {"worker_rank": 0, "train_world_size": 1, "metadata": []}
+    try:
+        engine.init_policy_process_group(**topology, rollout_world_size=3)
+        asyncio.run(engine.send_weights(iter(plain_checkpoint(1).items())))
+        assert len(rigs) == 2 and all(holds(rig, 1) for rig in rigs)
+        with pytest.raises(SyncTimeout, match="replicas with 3 ranks have registered, of 4"):
+            short.init_policy_process_group(**topology, rollout_world_size=4)
+    finally:
+        late.join()
+        engine.finalize()
+        short.finalize()
 
 
 @pytest.mark.skipif(not is_there(), reason="NeMo-RL is not installed")

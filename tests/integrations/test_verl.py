@@ -193,14 +193,18 @@ def test_a_rank_that_fails_raises_out_of_update_weights_and_the_engine_keeps_its
     assert engine.tokens(PROMPTS) != before
 
 
-def test_a_replica_of_verls_that_never_registered_is_an_error_before_anything_is_sent(verl: VerlJob) -> None:
-    verl("expect", replicas=2)
+@pytest.mark.parametrize("lacking", ["replicas", "ranks"])
+def test_an_engine_of_verls_that_never_registered_is_an_error_before_anything_is_sent(
+    verl: VerlJob, lacking: str
+) -> None:
+    """A replica of verl's may be several engines: data-parallel ranks, or those that prefill and those that decode."""
+    verl("expect", **{lacking: 2})
     try:
-        with pytest.raises(VerlError) as caught:
+        with pytest.raises(VerlError, match="replicas with 1 ranks have registered, of 2") as caught:
             verl("update", step=3)
         assert "SyncTimeout" in caught.value.types
     finally:
-        verl("expect", replicas=1)
+        verl("expect")
 
 
 @pytest.mark.parametrize(

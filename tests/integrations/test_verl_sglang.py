@@ -71,8 +71,9 @@ def test_after_verls_main_program_its_own_sglang_says_what_the_trained_model_say
 ) -> None:
     command = [str(PYTHON), "-m", "tests.support.verl_main", mode, str(model), "sglang", str(tmp_path), str(STEPS)]
     own = Engine(runtime).environment | variables  # the engine is verl's
-    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=JOB_S)
-    assert ran.returncode == 0, (ran.stdout[-4000:], ran.stderr[-8000:])
+    with (tmp_path / "log").open("w") as log:
+        ran = subprocess.run(command, cwd=ROOT, env=own, stdout=log, stderr=log, timeout=JOB_S)
+    assert ran.returncode == 0, (tmp_path / "log").read_text()[-8000:]
     tokens = json.loads((tmp_path / "tokens.json").read_text())
     assert tokens == greedy_batch(tmp_path / "saved", PROMPTS, COUNT) != greedy_batch(model, PROMPTS, COUNT)
     if mode != "separate_async":

@@ -107,6 +107,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
     url = ""
 
     async def launch_servers(self) -> None:
+        self.world_size = 1  # ranks of the engine that runs
         self.rollout_mode = RolloutMode.HYBRID if self.url else RolloutMode.STANDALONE
         self.servers = [SleepyServer.remote(self.url, "") if self.url else Server.remote()]  # type: ignore[attr-defined]
 
@@ -189,9 +190,10 @@ class Job:
     def do_tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return tokens_of(self.replica, prompts, count)
 
-    def do_expect(self, replicas: int) -> None:
-        """As if verl had so many."""
+    def do_expect(self, replicas: int = 1, ranks: int = 1) -> None:
+        """As if verl had so many, of so many ranks each."""
         self.manager.replicas = [self.replica] * replicas
+        self.replica.world_size = ranks
 
     def do_misuse(self, kind: str) -> None:
         """What the manager, the backend and the trainers of `main_ppo` refuse."""

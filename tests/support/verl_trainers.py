@@ -63,6 +63,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         url, model, _ = os.environ[SERVER].split()
+        self.world_size = 1  # ranks of the engine that runs
         self._server_address = url
         self._server_handle = Server.remote(url, model)  # type: ignore[attr-defined]
         self.servers = [self._server_handle]

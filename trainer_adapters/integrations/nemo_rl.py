@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from inference_plugin.wire.errors import ConfigError, ProtocolError
-from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.options import await_ranks, checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
 
@@ -47,11 +47,12 @@ class WeightwireEngine:
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Makes the `SyncManager`; collective over the policy workers' torch.distributed."""
+        """Makes the `SyncManager`; collective over the policy workers' torch.distributed. Rank 0 waits until the engines of all
+        rollout workers have registered, and raises `SyncTimeout` if they don't."""
         if self._manager is None:
             self._manager = SyncManager(**self._options)
             self._updates = GeneratorUpdates(self._manager, self._dtype)
-            await_registrations(self._manager, 1)
+        await_ranks(self._manager, rollout_world_size)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.selection import DtypeRules
 
-__all__ = ["await_registrations", "checked_options"]
+__all__ = ["await_ranks", "await_registrations", "checked_options"]
 
 
 def checked_options(
@@ -43,3 +44,20 @@ def await_registrations(manager: SyncManager, count: int) -> None:
     if manager.rank == 0:
         with contextlib.suppress(SyncTimeout):
             manager.wait_for_replicas(count, timeout_s=manager.settings.config.silence_s)
+
+
+def await_ranks(manager: SyncManager, count: int) -> None:
+    """Rank 0 waits until replicas with `count` ranks in all have registered, however many replicas these are: one that is missing
+    would go on with the weights that it was started with. Raises `SyncTimeout` after `timeout_s`."""
+    deadline_s = time.monotonic() + manager.settings.timeout_s
+    cards = manager.discover() if manager.rank == 0 else []
+    while manager.rank == 0 and (there := sum(len(card.workers) for card in cards)) < count:
+        try:
+            cards = manager.wait_for_replicas(len(cards) + 1, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        except SyncTimeout as error:
+            raise SyncTimeout(
+                f"replicas with {there} ranks have registered, of {count} that there are: {error.message}",
+                hint=error.hint,
+                side="manager",
+                phase="discover",
+            ) from error

@@ -1,7 +1,7 @@
 """verl (extra `verl`): a checkpoint manager whose `update_weights` is a Weightwire update, and the backend that it needs.
 
 1. Each trainer rank has a `WeightwireEngine`, verl's name for its end of a transfer, and in it a `SyncManager`;
-2. `WeightwireManager.update_weights`, on the driver, has rank 0 wait until verl's replicas have registered;
+2. `WeightwireManager.update_weights`, on the driver, has rank 0 wait until all of verl's engines have registered;
 3. all ranks update: each asks its training engine for its tensors, and they go straight into the inference engines;
 4. once the version is committed, the replicas' servers are told, by their Ray handles, which step they answer for.
 
@@ -28,7 +28,7 @@ import torch
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ConfigError, PeerLost, SyncTimeout, TransportUnavailable
-from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.options import await_ranks, checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
@@ -91,14 +91,13 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         self._version: int | None = None
         self._shares_devices = False
 
-    def join(self, replicas: int, shares_devices: bool = False) -> None:
-        """Makes the `SyncManager`, together with the other ranks; rank 0 waits until `replicas` have registered. Raises
-        `SyncTimeout`. `shares_devices`: some replicas are about to take memory of this rank's device back."""
+    def join(self, engine_ranks: int, shares_devices: bool = False) -> None:
+        """Makes the `SyncManager`, together with the other ranks; rank 0 waits until engines of so many ranks have registered.
+        Raises `SyncTimeout`. `shares_devices`: some replicas are about to take memory of this rank's device back."""
         if self._manager is None:
             self._manager = SyncManager(**self._options)
             self._updates = GeneratorUpdates(self._manager, self._dtype)
-        if self._manager.rank == 0:
-            self._manager.wait_for_replicas(replicas, timeout_s=self._manager.settings.timeout_s)
+        await_ranks(self._manager, engine_ranks)
         self._shares_devices = shares_devices
         if shares_devices:
             get_torch_device().empty_cache()
@@ -156,12 +155,13 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Who takes part: the trainer's ranks. The replicas are found by their registration."""
-        return {"is_trainer": [True] * actor_wg_world_size}, {"is_trainer": [False] * rollout_world_size}
+        """Who takes part: the trainer's ranks. The replicas are found by their registration, all of them."""
+        return {"engine_ranks": [rollout_world_size] * actor_wg_world_size}, {"engine_ranks": [0] * rollout_world_size}
 
-    def init_process_group(self, is_trainer: bool) -> None:
-        if is_trainer:
-            self.join(1)
+    def init_process_group(self, engine_ranks: int) -> None:
+        """`engine_ranks`: of a trainer's rank; 0 beside an inference engine."""
+        if engine_ranks:
+            self.join(engine_ranks)
 
     def finalize(self) -> None:
         """Nothing: the manager lives on, and with it what the replicas know of the model."""
@@ -206,8 +206,8 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
     async def update_weights(self, global_steps: int | None = None) -> Figures:
         """Brings the trainer's weights into every replica, as version `global_steps`; figures for verl's log.
 
-        Raises `SyncTimeout` if fewer replicas have registered than verl has, and what any trainer rank raises. Replicas that
-        took the version keep it; the others serve the one before, or what sleeps on the trainer's devices goes on sleeping.
+        Raises `SyncTimeout` if engines of fewer ranks have registered than verl has, and what any trainer rank raises. Replicas
+        that took the version keep it; the others serve the one before, or what sleeps on the trainer's devices goes on sleeping.
         """
         return await asyncio.to_thread(self._update, global_steps)
 
@@ -218,7 +218,7 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
             replica for replica in self.replicas if shares_devices(replica) and replica.config.free_cache_engine
         ]
         joined = self.actor_wg.execute_checkpoint_engine(
-            ["join"] * ranks, [len(self.replicas)] * ranks, [bool(sleepers)] * ranks
+            ["join"] * ranks, [sum(replica.world_size for replica in self.replicas)] * ranks, [bool(sleepers)] * ranks
         )
         _results(joined, limit_s)
         wake_up(sleepers, "weights", limit_s)
