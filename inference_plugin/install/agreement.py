@@ -11,7 +11,7 @@ import torch
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.parts import Part
-from inference_plugin.install.plan import Placement, PlacementPlan
+from inference_plugin.install.plan import Placement, PlacementPlan, grouped
 from inference_plugin.install.storages import equal_bytes
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box, Region, bounding_box, hull
@@ -123,10 +123,11 @@ class Agreement:
         return found
 
     def tensors_in(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in a segment of this manifest, under every name that the loader takes."""
+        """The tensors in a segment of this manifest, under every name that the loader takes, in the order of the agreement."""
         manifest = self.manifest
         sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
-        return sources | {alias: sources[name] for alias, name in self.aliases.items()}
+        sources |= {alias: sources[name] for alias, name in self.aliases.items()}
+        return {name: sources[name] for name in grouped(sources)}
 
     def segment_views(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """A segment as elements of each dtype in the manifest, by the dtype's name in torch: the sources of `in_segment`."""

@@ -12,7 +12,6 @@ import torch
 
 from inference_plugin.install.collectives import Operand, Reduced, Share
 from inference_plugin.install.contract import EngineModel
-from inference_plugin.install.coverage import gaps_between
 from inference_plugin.install.graph import words
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.padding import Padding
@@ -26,7 +25,6 @@ from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import needs_no_checkpoint, run_trials
 from inference_plugin.install.unpacking import Unpacking
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Region
 
 __all__ = ["LiveLayout"]
 
@@ -89,7 +87,8 @@ class LiveLayout:
         self._references = LiveReferences(self._post, self._trials, self.written, plan)
         self._uncovered = {self._key_of[name] for name in plan.uncovered} | plan.gapped
         """Storages of which the plan leaves elements unwritten."""
-        self._gaps = self._find_gaps()
+        self.gaps = plan.gaps(plan.gapped & self.written & self._plain)
+        """The ranges of elements that an update leaves as they are in storages that it writes in part, by key."""
         self._padding = Padding(self._post, plan, self._uncovered)
 
     # --- the parts of the model --------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class LiveLayout:
                     continue
                 if (key := self._key_of.get(full, "")) not in self.written:
                     found[full] = equal_bytes(held, constant)
-                elif any(not equal_bytes(flat(held)[a:b], flat(constant)[a:b]) for a, b in self._gaps.get(key, ())):
+                elif any(not equal_bytes(flat(held)[a:b], flat(constant)[a:b]) for a, b in self.gaps.get(key, ())):
                     found[full] = False
         return found
 
@@ -222,10 +221,10 @@ class LiveLayout:
 
     def keep_gaps(self, second: StandbyWeights) -> None:
         """Engine's thread: copies the live values of elements that the group leaves unwritten in a storage that it writes."""
-        if not self._gaps:
+        if not self.gaps:
             return
         live, storages = self.live_storages(), second.storages
-        for key, gaps in self._gaps.items():
+        for key, gaps in self.gaps.items():
             if key in storages:
                 for start, stop in gaps:
                     storages[key][start:stop].copy_(live[key][start:stop])
@@ -374,14 +373,6 @@ class LiveLayout:
         return None if plain is None else plain.reshape(-1)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _find_gaps(self) -> dict[str, list[tuple[int, int]]]:
-        """The ranges of elements that an update leaves unwritten in storages that it writes in part, by key."""
-        filled: dict[str, list[Region]] = {key: [] for key in self._plan.gapped & self.written & self._plain}
-        for region in (*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)):
-            if region.tensor in filled:
-                filled[region.tensor].append(region)
-        return {key: gaps_between(regions, self._plan.extents[key]) for key, regions in filled.items()}
 
     def _keys_of(self, module: str) -> set[str]:
         """The storages of a module's own parameters, and those of the modules that its post-processing reads."""

@@ -14,7 +14,7 @@ from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.misfits import Misfits, expected_shape
 from inference_plugin.install.parts import ProvenParts, prove_parts
-from inference_plugin.install.plan import PlacementPlan, TensorInfo
+from inference_plugin.install.plan import PlacementPlan, TensorInfo, grouped
 from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.storages import keys_by_name, storage_views
 from inference_plugin.install.trace import trace_plan
@@ -117,7 +117,7 @@ class _Negotiation:
     @cached_property
     def _own_load(self) -> PlacementPlan:
         """The plan of the checkpoint that the engine was started from."""
-        held = [(name, shape, dtype) for name, (shape, dtype) in self._checkpoint.items()]
+        held = [(name, *self._checkpoint[name]) for name in grouped(self._checkpoint)]
         if {name: shape for name, shape, _ in held} == {name: shape for name, shape, _ in self._tensors}:
             return self._traced
         return self._trace_load(held) if held else PlacementPlan(refusal="it can't be read")
@@ -286,7 +286,8 @@ class _Negotiation:
         unfilled = tuple(
             n for n, count in lacking.items() if layout.leaves(n) and self._own_load.uncovered.get(n) == count
         )
-        missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
+        left = {*unfilled, *(self._padded(layout) if lacking else ())}
+        missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in left]
         if missing:
             raise ManifestMismatch(
                 f"no tensor of the manifest fills these parameters: {first_few(missing)}{self._reshaped()}",
@@ -305,6 +306,16 @@ class _Negotiation:
                 phase="open",
             )
         return unfilled
+
+    def _padded(self, layout: LiveLayout) -> list[str]:
+        """Parameters of which the engine's own checkpoint fills the same part as the manifest (DeepSeek-V4's sinks in vLLM): what
+        the engine has put into the rest stays. None of those beside which that checkpoint has a tensor that the loader drops."""
+        own = self._own_load
+        gaps = own.gaps(own.extents.keys() & layout.gaps.keys())
+        dropped = {_beside(name) for name in own.unused}
+        near = {p.dest.tensor for p in own.placements if p.dest.tensor in gaps and _beside(p.source.tensor) in dropped}
+        keys = {key for key, found in gaps.items() if found == layout.gaps[key] and key not in near}
+        return [name for name, key in keys_by_name(self._model.skeleton).items() if key in keys]
 
     def _is_loaded(self, buffer: str) -> bool:
         """Whether the engine's loader takes this buffer from its own checkpoint; if that can't be told, from one that has it."""
@@ -351,10 +362,16 @@ class _Negotiation:
             )
 
 
+def _beside(name: str) -> str:
+    """The module in which the module of a tensor stands."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
 def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
     """Every name that the engine may ask for, tied ones included."""
     infos = [(spec.name, spec.shape, torch_dtype(spec.dtype)) for spec in manifest.tensors]
     for alias, name in manifest.tied.items():
         spec = manifest.tensors[manifest.index[name]]
         infos.append((alias, spec.shape, torch_dtype(spec.dtype)))
-    return infos
+    by_name = {info[0]: info for info in infos}
+    return [by_name[name] for name in grouped(by_name)]

@@ -11,9 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from inference_plugin.install.coverage import gaps_between
 from inference_plugin.wire.geometry import Box, Region, bounding_box, hull
 
-__all__ = ["Fill", "LoadWeights", "Placement", "PlacementPlan", "TensorInfo", "in_place"]
+__all__ = ["Fill", "LoadWeights", "Placement", "PlacementPlan", "TensorInfo", "grouped", "in_place"]
 
 TensorInfo = tuple[str, tuple[int, ...], torch.dtype]
 """Checkpoint name, shape and dtype of a tensor that the trainer sends."""
@@ -51,6 +52,18 @@ _Write = TypeVar("_Write", Placement, Fill)
 def in_place(placements: Iterable[Placement]) -> list[Placement]:
     """The placements as copies from a second set of storages, in which the bytes lie where they go."""
     return [msgspec.structs.replace(placement, source=placement.dest) for placement in placements]
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """The names in their order, but all that begin alike (`model.`, `model.layers.0.`) together, as in published checkpoints.
+    vLLM calls a module's own loader for each run of its tensors; DeepSeek-V3.2's drops a weight whose scale comes in another."""
+    names, first = list(names), dict[str, int]()
+    ends = {name: [i for i, letter in enumerate(name) if letter == "."] for name in names}
+    for number, name in enumerate(names):
+        for end in ends[name]:
+            first.setdefault(name[: end + 1], number)
+        first.setdefault(name, number)
+    return sorted(names, key=lambda name: [*(first[name[: end + 1]] for end in ends[name]), first[name]])
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,14 @@ class PlacementPlan:
             box, _ = bounding_box(placement.source, placement.shape)
             boxes[name] = hull(boxes[name], box) if name in boxes else box
         return boxes
+
+    def gaps(self, keys: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+        """The ranges of elements that the load leaves unwritten in each of these planned destinations, as start and end."""
+        filled: dict[str, list[Region]] = {key: [] for key in keys}
+        for region in (*(p.dest for p in self.placements), *(f.dest for f in self.fills)):
+            if region.tensor in filled:
+                filled[region.tensor].append(region)
+        return {key: gaps_between(regions, self.extents[key]) for key, regions in filled.items()}
 
     def without_repeats(self) -> PlacementPlan:
         """The plan with only the last of several placements that have the same destination, as the parts of a fused module have

@@ -83,3 +83,52 @@ def test_a_part_of_a_buffer_that_the_engines_checkpoint_filled_must_be_sent() ->
     installer.open(whole, "standby", partial=False)
     update(installer, whole, weights(3.0, "more"))
     assert model.live.whole_table() == [3.0] * HELD  # type: ignore[operator]
+
+
+class Padded(nn.Module):
+    """Computes with the first half of `table`, unless the checkpoint has `more`. Its loader drops all other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.full((HELD,), CONSTRUCTED), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name in ("table", "more"):
+                self.table.data.narrow(0, ROWS if name == "more" else 0, ROWS).copy_(tensor)
+
+
+class PaddedEngine(LiveModel):
+    def __init__(self, *more: str) -> None:
+        self.tensors = {name: torch.full((ROWS,), 1.0) for name in ("table", *more)}
+        live = Padded()
+        live.load_weights(self.tensors.items())
+        super().__init__(live, torch.device("cpu"), *build_skeleton(Padded, torch.no_grad()))
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def checkpoint(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_an_engine_pads_a_parameter_with_stays_where_its_own_checkpoint_leaves_it_too(policy: str) -> None:
+    """As DeepSeek-V4's sinks in vLLM, which a kernel wants for 64 heads or 128."""
+    model = PaddedEngine()
+    installer = ModelInstaller(model)
+    manifest = manifest_of({"table": torch.zeros(ROWS)})
+    assert installer.open(manifest, policy, partial=False).install == policy
+    for value in (2.0, 3.0, 4.0):
+        update(installer, manifest, {"table": torch.full((ROWS,), value)})
+        assert model.live.table.tolist() == [value] * ROWS + [CONSTRUCTED] * (HELD - ROWS)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("checkpoint", [("more",), ("dropped",)])
+def test_a_part_of_a_parameter_that_the_engines_checkpoint_may_fill_must_be_sent(checkpoint: tuple[str, ...]) -> None:
+    """A tensor that the loader drops may be one that it would take in another order."""
+    installer = ModelInstaller(PaddedEngine(*checkpoint))
+    with pytest.raises(
+        ManifestMismatch, match=r"no tensor of the manifest fills these parameters: table \(4 elements\)"
+    ):
+        installer.open(manifest_of({"table": torch.zeros(ROWS)}), "copy", partial=False)

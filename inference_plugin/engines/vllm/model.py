@@ -16,6 +16,7 @@ from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
 from inference_plugin.engines.live_model import COMPILED_IN, ROTARY_TABLES, LiveModel
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
+from inference_plugin.engines.vllm.whole_model import finish_nothing_in, whole_finishers, why_whole
 from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
@@ -59,6 +60,8 @@ class VllmModel(LiveModel):
         self.model_config = model_config
         self.post_processing, self.padded = QuantizeMethodBase, VocabParallelEmbedding
         super().__init__(live, device, *skeleton)
+        self._why_whole = why_whole(self.skeleton, self.boundary)
+        finish_nothing_in(self.skeleton)
         self.note_graphs(config)
         if config.cache_config.cache_dtype.startswith("fp8"):
             self.cache_scales = frozenset(
@@ -88,7 +91,7 @@ class VllmModel(LiveModel):
         return {**checkpoint_headers(self.model_config.model, self.model_config.revision), **beside}
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
-        """vLLM post-processes by quantisation methods first, and attention layers after all of them."""
+        """vLLM post-processes by quantisation methods first, attention layers after all of them, and then the model itself."""
         first = super().finishers()
         dtype = self.model_config.dtype
 
@@ -102,12 +105,10 @@ class VllmModel(LiveModel):
             for name, module in self.skeleton.named_modules()
             if _processes_itself_last(module)
         }
-        return {**first, **deferred}
+        return {**first, **deferred, **whole_finishers(self.skeleton)}
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
-        from vllm.model_executor.layers.attention import MLAAttention
-
-        return ("kv_b_proj",) if isinstance(module, MLAAttention) else ()
+        return ("kv_b_proj",) if "kv_b_proj" in module._modules and _processes_itself_last(module) else ()
 
     def expert_places(self) -> str:
         maps = [places.expert_map for places in self._experts if places.expert_map is not None]
@@ -117,8 +118,6 @@ class VllmModel(LiveModel):
         return f"{digest_bytes(bytes_view(together).numpy()):016x}"
 
     def unfinishable(self) -> str | None:
-        from vllm.model_executor.layers.attention import MLAAttention
-
         if self.engine_config.parallel_config.enable_eplb:
             return (
                 "expert load balancing (enable_eplb) moves experts while the engine runs, and vLLM's loader knows only the "
@@ -137,10 +136,10 @@ class VllmModel(LiveModel):
         compiled = self.engine_config.compilation_config
         if self.device.type == "cpu" and compiled.mode and compiled.inductor_compile_config.get("max_autotune"):
             return f"{COMPILED_IN} (max_autotune in inductor_compile_config)"
-        if hasattr(self.live, "process_weights_after_loading"):
-            return f"{type(self.live).__name__} post-processes as a whole"
+        if self._why_whole is not None:
+            return self._why_whole
         for name, module in self.live.named_modules():
-            if isinstance(module, MLAAttention) and getattr(module, "dcp_q_replicate", False):
+            if getattr(module, "dcp_q_replicate", False):
                 return f"{name} gathers its derived weights over the ranks of a decode context"
             if hasattr(module, "sink_populated"):
                 return f"{name} writes its sinks into the KV cache in its first step, and never again"

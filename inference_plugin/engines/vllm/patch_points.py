@@ -41,7 +41,6 @@ PATCH_POINTS = (
     PatchPoint("vllm.config:ParallelConfig.enable_eplb", why="read: experts that move while the engine runs are refused"),
     PatchPoint("vllm.model_executor.kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel.apply_weights", ("layer", "x", "bias"), "called: reads a weight back that it keeps packed", without="`verify` can't read the weights of W8A8-int8 layers back"),
     PatchPoint("vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager.expert_map", why="read: the skeleton's loader places experts as the live model has them", without="a mixture of experts is updated only where experts stay in their first places"),
-    PatchPoint(_ATTENTION + "MLAAttention", why="recognised: derives weights after loading"),
     PatchPoint(_ATTENTION + "is_deferred_attention_layer", ("layer",), "called: which modules are post-processed last", since="0.28"),
     PatchPoint(_LOADER + "Attention", why="recognised: post-processed last", until="0.27"),
     PatchPoint(_LOADER + "MLAAttention", why="recognised: post-processed last", until="0.27"),
