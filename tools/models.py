@@ -55,7 +55,7 @@ def survey(engine: str, families: list[Family], install: InstallPolicy) -> None:
         host = HOSTS[engine](runtime)
         try:
             for family in families:
-                for layout, trial in try_family(host, family, Path(directory), LAYOUTS[engine], install):
+                for layout, trial in try_family(host, family, Path(directory), layouts_of(engine, family), install):
                     row = {"family": family.name, "engine": engine, "layout": layout}
                     row |= {name: without_paths(value, directory) for name, value in asdict(trial).items()}
                     row |= {"answer": family.answer, "engine_version": version, "date": today()}
@@ -63,6 +63,12 @@ def survey(engine: str, families: list[Family], install: InstallPolicy) -> None:
                     say(f"{engine} {family.name} {layout}: {row['outcome']} {row['words'][:300]}")
         finally:
             host.close()
+
+
+def layouts_of(engine: str, family: Family) -> dict[str, bool]:
+    """The layouts in which a family is tried; no GPU has the packed one of a CPU."""
+    on_gpus = engine == "vllm" and family.gpu_class
+    return {layout: plain for layout, plain in LAYOUTS[engine].items() if plain or not on_gpus}
 
 
 def try_family(
@@ -111,8 +117,10 @@ def say(text: str) -> None:
 
 
 def read_results() -> list[Row]:
+    """Those of layouts that are tried today."""
     rows: list[Row] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    return rows
+    known = {(engine, family.name): layouts_of(engine, family) for engine in ENGINES for family in FAMILIES.values()}
+    return [row for row in rows if row["layout"] in known.get((row["engine"], row["family"]), LAYOUTS[row["engine"]])]
 
 
 def note(row: Row) -> None:
@@ -181,6 +189,10 @@ The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *dots-ocr*, *s
 *gte-...*, *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and
 *minicpm-v2.6* have processors of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the
 checkpoint which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
+
+*deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear* and *qwen4_exp_text* are tried with vLLM's classes for
+NVIDIA's GPUs, which compute nothing on a CPU. vLLM's own code makes, loads and post-processes them; the tests only replace vLLM's
+choice of a class and of a backend for attention, packages of kernels that are missing, and CUDA's streams.
 
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run

@@ -60,6 +60,16 @@ def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
     assert (trial.outcome, trial.updates) == ("right", 5), trial
 
 
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32-fp8-blocks", "kimi_linear"])
+def test_a_family_that_vllm_has_for_gpus_only_holds_a_fresh_engine_s_weights_after_every_update(
+    vllm: Host, tmp_path: Path, name: str
+) -> None:
+    """It computes nothing on a CPU. Its weights are loaded and post-processed by vLLM's own code."""
+    family = FAMILIES[name]
+    trial = run_trial(vllm, family, make_versions(family, tmp_path), plain=True, install="standby")
+    assert (trial.outcome, trial.updates) == ("right", 5), trial
+
+
 def test_the_text_model_of_qwen_3_5_is_a_fresh_engine_after_every_update_under_every_policy(
     vllm: Host, tmp_path: Path
 ) -> None:

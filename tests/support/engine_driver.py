@@ -19,6 +19,7 @@ import time
 import traceback
 from typing import Any
 
+import tests.support.gpu_classes
 import tests.support.torchvision_here  # noqa: F401 -- before vLLM looks at a model
 from tests.support import async_scheduling
 

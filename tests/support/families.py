@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn import functional
 
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
 from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
@@ -63,6 +64,8 @@ class Family:
     """A prompt with the place of one image or sound."""
     text: bool = True
     """Whether it answers a prompt without an image or sound."""
+    gpu_class: str = ""
+    """The package of vLLM whose class for GPUs it takes (`gpu_classes`), which answers nothing."""
 
 
 def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
@@ -140,6 +143,37 @@ def _as_mimo_v2_fp8(tensors: Tensors) -> Tensors:
     return made
 
 
+def _as_hy_v4(tensors: Tensors) -> Tensors:
+    """With the published names, which transformers does not write back."""
+    made = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"hc_pre\.(hc_\w+_layer)\.", r"\1.hc_pre.", name).replace("hc_pre.hc_head", "hc_head")
+        made[re.sub(r"(mlp|shared_experts)\.linear_gate", r"\1.gate_proj", name)] = tensor
+    return made
+
+
+def _as_olmo_hybrid(tensors: Tensors) -> Tensors:
+    """With the names that vLLM's loader has, of which transformers writes older ones."""
+    new = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    return {re.sub("|".join(new), lambda old: new[old[0]], name): tensor for name, tensor in tensors.items()}
+
+
+def _in_fp8_blocks(tensors: Tensors) -> Tensors:
+    """As DeepSeek publishes its models: matrices of linear layers in FP8, with a scale for each block of 128 x 128."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not re.search(r"(_proj|_mqa|\.wk|\.wq_b)\.weight$", name) or "weights_proj" in name:
+            made[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = functional.pad(tensor.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(1, (-1, 128))
+        blocks = blocks.unflatten(0, (-1, 128))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 400
+        made[name] = (blocks / scales).flatten(2).flatten(0, 1)[:rows, :columns].to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales[:, 0, :, 0]
+    return made
+
+
 def _as_mistral(tensors: Tensors) -> Tensors:
     """A DeepSeek-V3 with Mistral's own names of tensors. It has no biases of experts."""
     made = {}
@@ -204,6 +238,7 @@ def _family(
     entries: dict[str, Any] | None = None,
     torchvision: bool = False,
     stand_ins: bool = False,
+    gpu_class: str = "",
     publish: Publish = dict,
     **overrides: Any,
 ) -> Family:
@@ -219,7 +254,8 @@ def _family(
         publish=publish,
         overrides=overrides,
     )
-    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision, stand_ins)
+    more = {"torchvision": torchvision, "stand_ins": stand_ins, "gpu_class": gpu_class}
+    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, **more)
 
 
 def _existing(
@@ -292,6 +328,18 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 32,
 }
 """Multi-head latent attention; kernels take these two sizes of the cache, 512 and 64, and no smaller ones."""
+INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 4}
+BIASED: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""How published DeepSeek models choose experts."""
+WIDE_LATENT: dict[str, Any] = LATENT | {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""The same in sizes that blocks of 128 x 128 fit."""
+BLOCKS: dict[str, Any] = {"weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "ue8m0"}
 PLAIN_LATENT: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 """On a CPU with AMX, vLLM would choose a backend that takes no float32."""
 DEEPSEEK: dict[str, Any] = {
@@ -813,14 +861,34 @@ FAMILIES: dict[str, Family] = {
             _family(
                 name,
                 stem,
-                vllm=PLAIN_LATENT,
+                gpu_class=package,
                 **LATENT,
                 **ROUTED_EXPERTS,
-                index_topk=64,
-                index_head_dim=128,
-                index_n_heads=4,
+                **INDEXER,
+                **more,
             )
-            for name, stem in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"), ("hy_v4", "HYV4"))
+            for name, stem, package, more in (
+                ("deepseek_v32", "DeepseekV32", "deepseek_v32", BIASED),
+                ("glm_moe_dsa", "GlmMoeDsa", "deepseek_v32", BIASED),
+                ("hy_v4", "HYV4", "hy_v4", {"publish": _as_hy_v4}),
+            )
+        ),
+        *(
+            _family(
+                f"{name}-fp8-blocks",
+                stem,
+                publish=_in_fp8_blocks,
+                dtype="bfloat16",
+                vllm=WHOLE_PROMPTS,
+                engines=("vllm",),
+                entries={"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"} | BLOCKS},
+                gpu_class="deepseek_v32",
+                **WIDE_LATENT,
+                **ROUTED_EXPERTS | {"moe_intermediate_size": 128},
+                **INDEXER,
+                **BIASED,
+            )
+            for name, stem in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
         ),
         _family(
             "deepseek_v2",
@@ -967,12 +1035,22 @@ FAMILIES: dict[str, Family] = {
             **LINEAR,
             shared_expert_intermediate_size=64,
         ),
-        _family("olmo_hybrid", "OlmoHybrid", dtype="bfloat16", **EVERY_HEAD, **LINEAR, pad_token_id=0),
+        _family(
+            "olmo_hybrid",
+            "OlmoHybrid",
+            publish=_as_olmo_hybrid,
+            dtype="bfloat16",
+            **EVERY_HEAD,
+            **LINEAR,
+            pad_token_id=0,
+        ),
         _family(
             "kimi_linear",
             "KimiLinear",
             stand_ins=True,
             sglang={"attention_backend": "torch_native"},
+            gpu_class="kimi_k3",
+            mla_use_nope=True,
             vllm=PLAIN_LATENT | {"enable_prefix_caching": False, "mamba_block_size": 256},
             **LATENT | {"q_lora_rank": None},
             **ROUTED_EXPERTS | {"first_k_dense_replace": 0},
@@ -991,12 +1069,13 @@ FAMILIES: dict[str, Family] = {
             "qwen4_exp_text",
             "Qwen4ExpText",
             model="Qwen4ExpForCausalLM",
+            gpu_class="qwen4_exp",
             dtype="bfloat16",
             torchvision=True,
             **EXPERTS,
             **LINEAR | {"layer_types": ["linear_attention", "indexed_attention"]},
             shared_expert_intermediate_size=64,
-            hc_lowrank=16,
+            hc_lowrank=12,
             indexer_n_heads=2,
             indexer_kv_heads=1,
             indexer_head_dim=32,
@@ -1287,7 +1366,8 @@ FAMILIES: dict[str, Family] = {
                 medium.dtype,
                 vllm=medium.vllm,
                 sglang={"trust_remote_code": True},
-                engines=("vllm", "sglang") if answer == "tokens" else ("vllm",),
+                engines=BOTH if answer == "tokens" and name != "deepseek_v4-published" else ("vllm",),
+                gpu_class="deepseek_v4" if name.startswith("deepseek_v4") else "",
             )
             for name, (medium, answer) in (REMOTE_TEXT | TEXT_ONLY).items()
         ),

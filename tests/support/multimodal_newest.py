@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,9 +311,9 @@ POOLED: dict[str, str] = {"colpali": "token_embed", "colqwen3": "token_embed", "
 """Models that answer with vectors, and with which."""
 
 
-def _deepseek_v4() -> Medium:
+def _deepseek_v4(ranks: int = 64, rows: int = 32, inner: int = 64) -> Medium:
     """Without quantisation: a layer with a sliding window, and one that also compresses what it keeps, and indexes that."""
-    wide, ranks, head = 128, 64, 512
+    wide, head = 128, 512
 
     def matrices(at: str, **shapes: tuple[int, ...]) -> Shapes:
         return {f"{at}.{name}.weight": shape for name, shape in shapes.items()}
@@ -333,11 +334,11 @@ def _deepseek_v4() -> Medium:
             }
         shapes |= matrices(
             f"{at}.attn", wq_a=(ranks, wide), wkv=(head, wide), q_norm=(ranks,), kv_norm=(head,), wq_b=(4 * head, ranks),
-            wo_a=(2 * 32, 2 * head), wo_b=(wide, 2 * 32),
+            wo_a=(2 * rows, 2 * head), wo_b=(wide, 2 * rows),
         ) | {f"{at}.attn.attn_sink": (4,)}  # fmt: skip
         shapes |= matrices(f"{at}.ffn", gate=(4, wide)) | {f"{at}.ffn.gate.bias": (4,)}
         for expert in (*(f"experts.{i}" for i in range(4)), "shared_experts"):
-            shapes |= matrices(f"{at}.ffn.{expert}", w1=(64, wide), w2=(wide, 64), w3=(64, wide))
+            shapes |= matrices(f"{at}.ffn.{expert}", w1=(inner, wide), w2=(wide, inner), w3=(inner, wide))
     shapes |= compressor("layers.1.attn.compressor", head) | compressor("layers.1.attn.indexer.compressor", 128)
     shapes |= matrices("layers.1.attn.indexer", wq_b=(4 * 128, ranks), weights_proj=(4, wide))
     return remote(
@@ -345,9 +346,9 @@ def _deepseek_v4() -> Medium:
         {
             "model_type": "deepseek_v4", "vocab_size": WORDS, "hidden_size": wide, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": head, "qk_rope_head_dim": 64, "q_lora_rank": ranks,
-            "o_lora_rank": 32, "o_groups": 2, "sliding_window": 32, "compress_ratios": [0, 4], "compress_rope_theta": 160000.0,
+            "o_lora_rank": rows, "o_groups": 2, "sliding_window": 32, "compress_ratios": [0, 4], "compress_rope_theta": 160000.0,
             "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20,
-            "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": inner,
             "num_hash_layers": 0, "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "norm_topk_prob": True,
             "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hidden_act": "silu", "rms_norm_eps": 1e-6,
             "num_nextn_predict_layers": 0, "eos_token_id": 0, "max_position_embeddings": 1024, "tie_word_embeddings": False,
@@ -358,6 +359,34 @@ def _deepseek_v4() -> Medium:
         },
         shapes, dtype="bfloat16", code=False,
     )  # fmt: skip
+
+
+def _deepseek_v4_published() -> Medium:
+    """As published: linear layers in FP8, experts in MXFP4, and exponents for scales."""
+    plain = _deepseek_v4(128, 128, 128)
+
+    def make(directory: Path, seed: int) -> Path:
+        path, random = plain.make(directory, seed), torch.Generator().manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in load(path).items():
+            at, (rows, columns) = name.removesuffix("weight"), (*tensor.shape, 0)[:2]
+            scales = (rows, columns // 32) if ".experts." in name else (-(-rows // 128), -(-columns // 128))
+            if ".experts." in name:
+                codes = torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8).view(
+                    torch.int8
+                )
+            elif re.search(r"\.(wq_a|wkv|wq_b|wo_a|wo_b|w[123])\.weight$", name) and "compressor" not in name:
+                codes = torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
+            else:
+                tensors[name] = tensor
+                continue
+            exponents = torch.randint(115, 121, scales, generator=random, dtype=torch.uint8)
+            tensors |= {name: codes, f"{at}scale": exponents.view(torch.float8_e8m0fnu)}
+        blocks = {"weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "ue8m0"}
+        config = {"quant_method": "fp8", "activation_scheme": "dynamic"} | blocks
+        return rewrite(path, tensors, quantization_config=config, expert_dtype="fp4")
+
+    return Medium(make, [], dtype="bfloat16", vllm={"enable_prefix_caching": False})
 
 
 def _jina_v5() -> Medium:
@@ -386,5 +415,6 @@ def _jina_v5() -> Medium:
 TEXT_ONLY: dict[str, tuple[Medium, str]] = {
     "jina-v5-embedding": (_jina_v5(), "embed"),
     "deepseek_v4": (_deepseek_v4(), "tokens"),
+    "deepseek_v4-published": (_deepseek_v4_published(), "tokens"),
 }
 """Models whose configuration the engines have, and with what an engine answers."""

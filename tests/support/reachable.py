@@ -38,9 +38,14 @@ NOT_WEIGHTS = (
     "per_layer_embeddings",
     "_hits",
     "_total",
+    "topk_indices_buffer",
+    "_topk_indices_buffer",
+    "logical_topk_indices",
+    "physical_topk_indices",
+    "valid_topk_counts",
 )
-"""Attributes that hold an address, what was cached of requests and how often it was found, or how the engine was started and
-how long that took."""
+"""Attributes that hold an address, what was cached of requests and how often it was found, which tokens a step attends to, or how
+the engine was started and how long that took."""
 
 TRACED = "_tensor_constant"
 """torch.fx leaves such attributes on a module that it traces; vLLM traces one module of each class once in a process."""

@@ -18,6 +18,8 @@ from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.quantization import fp8 as checkpoints
 from vllm.model_executor.layers.quantization.online import fp8, mxfp8
 from vllm.platforms import PlatformEnum
+from vllm.triton_utils import triton
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 __all__ = ["fill_in"]
 
@@ -94,6 +96,27 @@ def fill_in() -> None:
             setattr(module, name, _or_reference(found))
     if not hasattr(_custom_ops.scaled_fp8_quant, "__wrapped__"):
         _custom_ops.scaled_fp8_quant = _per_tensor_too(_custom_ops.scaled_fp8_quant)
+
+    if not hasattr(triton, "set_allocator"):  # OLMo-Hybrid's layers call it where they are made
+        triton.set_allocator = lambda allocate: None
+    with contextlib.suppress(ImportError):  # older versions
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+        # It holds the configuration's size of a head, which Youtu and Mistral 4 have too, against sizes of the cache.
+        MLACommonMetadata.__post_init__ = lambda self: None
+    if not hasattr(CPUAttentionBackendImpl.__init__, "__wrapped__"):
+        CPUAttentionBackendImpl.__init__ = _without_chunks(CPUAttentionBackendImpl.__init__)
+
+
+def _without_chunks(init: Callable[..., None]) -> Callable[..., None]:
+    """Takes Rnj-1's word that a layer does not attend by chunks."""
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, chunk_lookback: int = -1, **kwargs: Any) -> None:
+        assert chunk_lookback == -1
+        init(self, *args, **kwargs)
+
+    return made
 
 
 _library: list[torch.library.Library] = []
