@@ -18,7 +18,7 @@ import zmq
 
 from inference_plugin.net.curve import VARIABLE, Guard, job_key
 from inference_plugin.net.gate import Gate, check_room, check_threads
-from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavailable
+from inference_plugin.wire.errors import ArgumentError, AuthError, ConfigError, TransportUnavailable
 
 __all__ = [
     "MEND_EVERY_S", "Listener", "check_listen_address", "is_abandoned", "lacks_room", "listens_on", "make_private",
@@ -255,7 +255,11 @@ def check_own_address() -> None:
 
 def check_listen_address(address: str) -> None:
     """Raises `AuthError` for an address that other hosts could reach without a key, or that does not tell them where to
-    connect."""
+    connect, `ArgumentError` for what is no text."""
+    if not isinstance(address, str):
+        raise ArgumentError(
+            f"the address {address!r:.300} is a {type(address).__name__}", hint="such as 'tcp://127.0.0.1:*'"
+        )
     scheme, _, rest = address.partition("://")
     host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if scheme == "ipc" or (scheme == "tcp" and _is("loopback", host)):

@@ -48,5 +48,6 @@ def _difference(box: BoxDigest, tensor: torch.Tensor | None) -> str:
     part = narrowed(tensor, box.offsets, box.sizes)
     if not box.signed_zeros and part.is_floating_point() and part.element_size() > 1:
         part = part + 0
-    same = digest_bytes(bytes_view(part.contiguous()).numpy()) == box.digest
-    return "" if same else f"{where} differs"
+    if digest_bytes(bytes_view(part.contiguous()).numpy()) == box.digest:
+        return ""
+    return f"{where} differs" + ("" if box.signed_zeros else ", read from the form that the engine computes with")

@@ -58,10 +58,11 @@ _KINDS: dict[str, type[WeightwireError]] = {}
 class WeightwireError(Exception):
     """Base of every error that Weightwire raises.
 
-    Fields (empty or None where they don't apply): `side` ("trainer", "worker", "coordinator", "manager"), `replica`, `rank`
-    (the side's own rank), `group`, `phase` ("open", "begin", "stage", "seal", "commit", ...), `version`; `hint` says
-    what to do next. `report`: what became of each replica, where `SyncManager.update` raised this for a finished update; it
-    does not travel. `dtypes`: where dtypes differ, those that the engine takes: rules by pattern, the first match wins.
+    Fields (empty or None where they don't apply): `side` ("trainer", "worker", "coordinator", "manager", "owner", "rollout
+    pool", "rollout worker"), `replica`, `rank` (the side's own rank), `group`, `phase` ("open", "begin", "stage", "seal",
+    "commit", ...), `version`; `hint` says what to do next. `report`: what became of each replica, where `SyncManager.update`
+    raised this for a finished update; it does not travel. `dtypes`: where dtypes differ, those that the engine takes: rules by
+    pattern, the first match wins.
     """
 
     default_hint = ""

@@ -22,6 +22,11 @@ PHASES = ("scan", "agree", "stage", "seal", "commit")
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One replica in an update. Seconds are those of its slowest rank; `version` is what it serves now, None if unknown.
 
+    `transport`, `install` ("copy", "standby", "streaming") and `mechanism` ("plan", "loader"): how the update went in; `why`: the
+    reason. `digest`: of the whole update, equal on all replicas that took it. `stopped_s`: how long no decoding step could run;
+    `waited_s`: for the step boundary before that; `install_s`: the installation alone; `verify_s`: checking digests; `prepare_s`:
+    preparing a standby. `extra_bytes`: held beside the live weights for the update. `error`: why it failed, else None.
+
     `written`: how many parameters and buffers of all its ranks an update writes. `derived`: how many the engine makes anew of
     those (packed forms, scales). `untouched`: how many stay, because they come from no checkpoint or belong to other groups.
     `passed_over`: names that the engine's loader passes over, in this update as in the checkpoint that the engine was started
@@ -135,7 +140,8 @@ class UpdateReport(_Shown, frozen=True):
 
 
 class ReplicaVerify(msgspec.Struct, frozen=True):
-    """One replica's live parameters compared with the source. `differ` and `unreadable` name the first boxes."""
+    """One replica's live parameters compared with the source, box by box of the checkpoint tensors: `boxes` were compared;
+    `differ` and `unreadable` (rounded by the engine, say) name the first ones. `error`: why it did not answer, else None."""
 
     replica: str
     version: int | None
@@ -150,7 +156,7 @@ class ReplicaVerify(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(_Shown, frozen=True):
-    """A verification of a group over all replicas."""
+    """A verification of a group over all replicas. `ok`: there is a replica, and each holds what the trainer holds."""
 
     group: str
     replicas: tuple[ReplicaVerify, ...]
@@ -177,8 +183,8 @@ class VerifyReport(_Shown, frozen=True):
 
 
 class ReplicaPause(msgspec.Struct, frozen=True):
-    """A replica's state after a pause, a sleep, a wake-up or a resumption; "failed" where that failed. `asleep`: the memory
-    that is released."""
+    """A replica after a pause, a sleep, a wake-up or a resumption. `state`: "serving", "paused", "asleep" or "torn"; "failed"
+    where the call failed, with its `error`. `asleep`: the memory that is released, "weights" or "kv_cache"."""
 
     replica: str
     engine: str
@@ -188,7 +194,7 @@ class ReplicaPause(msgspec.Struct, frozen=True):
 
 
 class PauseReport(_Shown, frozen=True):
-    """All replicas of the job; empty on trainer ranks above 0."""
+    """A pause, a sleep, a wake-up or a resumption of all living replicas of the job; empty on trainer ranks above 0."""
 
     replicas: tuple[ReplicaPause, ...]
 

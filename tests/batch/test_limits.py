@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.wire.errors import BatchError, ConfigError, StoreFull
+from inference_plugin.wire.errors import ArgumentError, BatchError, ConfigError, StoreFull
 from tests.batch.owners import MIB
 from tests.support.rig import runtime
 from trainer_adapters.batch.batch import DistributedBatch
@@ -83,6 +83,38 @@ def test_a_count_that_is_none_is_refused_everywhere(store: Store, wrong: Any) ->
         ):
             with pytest.raises(ConfigError, match="give a whole number"):
                 call()
+
+
+def test_arguments_of_another_kind_are_refused_where_they_are_given(store: Store) -> None:
+    """Not later, by the process that reads the rows or runs the task."""
+    wrong: Any
+    rows = {"k": [1]}
+    for wrong in (3, (3, 3), "3"):
+        with pytest.raises(BatchError, match=r"give a VersionSpan\(first, last\), or None"):
+            store.put("t", rows, wrong)
+    for wrong in (1.0, True, None, "1"):
+        with pytest.raises(BatchError, match="need ints"):
+            VersionSpan(wrong, wrong)
+    for wrong in (7, b"t", None):
+        with pytest.raises(BatchError, match=r"the task id .* not a text"):
+            store.put(wrong, rows)
+        with pytest.raises(BatchError, match=r"the key .* not a text"):
+            store.put("t", {wrong: [1]})
+    with pytest.raises(BatchError, match="the data of task 't' is a Tensor"):
+        store.put("t", torch.ones(2))  # type: ignore[arg-type]
+    for named in ({"address": 5}, {"name": None}):
+        with pytest.raises(ValueError, match=r"5 is a int|use lower-case letters"):
+            Store(budget_bytes=1, **named)  # type: ignore[arg-type]
+    with RolloutPool() as pool:
+        for named in ({"generate": None}, {"pool": pool}, {"store": None}):
+            arguments: dict[str, Any] = {"generate": print, "slots": 1, "store": store} | named
+            with pytest.raises(ArgumentError, match=f"^{next(iter(named))}="):
+                RolloutWorker(**arguments)
+        with pytest.raises(BatchError, match="the task id 7 is a int, not a text"):
+            pool.submit(7, None)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="callback=None"):
+            pool.on_complete(None)  # type: ignore[arg-type]
+        assert (store.stats().tasks, pool.stats().submitted) == (0, 0)
 
 
 def test_rows_that_no_memory_could_hold_are_refused_before_they_are_copied(store: Store) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from inference_plugin.wire.errors import ArgumentError
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, on, written
-from trainer_adapters import ModuleAdapter, WeightSource
+from trainer_adapters import DeepSpeedAdapter, FSDPAdapter, LoRAAdapter, MergedLoRAAdapter, ModuleAdapter, WeightSource
 from trainer_adapters.sources.chosen import kind_of, source_for
 
 
@@ -135,3 +136,10 @@ def test_one_dtype_is_a_rule_for_all_names() -> None:
         source_for(model, dtype=16)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"dtype='bf16': unknown .* use one of .*bfloat16.*, or 'engine'"):
         source_for(model, dtype="bf16")
+
+
+@pytest.mark.parametrize("adapter", [FSDPAdapter, DeepSpeedAdapter, LoRAAdapter, MergedLoRAAdapter])
+def test_an_adapter_that_takes_a_module_refuses_anything_else_and_names_its_type(adapter: Any) -> None:
+    for wrong in (torch.nn.Linear(2, 2).state_dict(), [torch.ones(2)], None):
+        with pytest.raises(ArgumentError, match=f"expected a torch.nn.Module, not a {type(wrong).__name__} "):
+            adapter(wrong)

@@ -14,7 +14,7 @@ import torch
 from inference_plugin.wire.errors import BatchError, ManifestMismatch
 from inference_plugin.wire.tensors import PackedRows, dtype_name, packed_rows
 from trainer_adapters.batch.parts import ListedPart, LocalPart
-from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
+from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId, VersionSpan, check_versions
 from trainer_adapters.batch.values import plain_values
 
 __all__ = ["GivenPart", "checked_dtype", "local_part", "parts_of_task"]
@@ -41,8 +41,16 @@ def local_part(value: Any) -> LocalPart:
     return _part_of(value) if (listed := _listed_part(value)) is None else listed.part
 
 
-def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, GivenPart]:
-    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none."""
+def parts_of_task(
+    task_id: str, data: Mapping[str, Any], versions: VersionSpan | None = None
+) -> dict[ShardId, GivenPart]:
+    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none, and for
+    `versions` of another kind."""
+    check_versions(versions)
+    if not isinstance(data, Mapping):
+        raise BatchError(
+            f"the data of task {task_id!r:.300} is a {type(data).__name__}", hint="give a dict of rows by key"
+        )
     given = {ShardId(task_id, key): _given_part(value) for key, value in data.items()}
     counts = {one.part.rows for one in given.values()}
     if len(counts) != 1:

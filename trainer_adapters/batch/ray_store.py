@@ -92,7 +92,7 @@ class RayStore(Closing):
     ) -> tuple[Entry, ...]:
         """As `Store.put`: copies the rows of a task, by key, and returns their entries in the order of `data`."""
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        parts = {shard: given.part for shard, given in parts_of_task(task_id, data).items()}
+        parts = {shard: given.part for shard, given in parts_of_task(task_id, data, versions).items()}
         arrays = [_joined(buffers_of(part)) for part in parts.values()]
         entries = tuple(
             entry_of(shard, part, self.owner.id, digest_bytes(array), versions)

@@ -77,9 +77,18 @@ class ShardId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False
 
     def __post_init__(self) -> None:
         task_id, key = self.task_id, self.key
-        if 0 < len(task_id) <= MAX_ID_CHARS and 0 < len(key) <= MAX_ID_CHARS and task_id.isascii() and key.isascii():
+        is_text = isinstance(task_id, str) and isinstance(key, str)
+        if (
+            is_text
+            and 0 < len(task_id) <= MAX_ID_CHARS
+            and 0 < len(key) <= MAX_ID_CHARS
+            and task_id.isascii()
+            and key.isascii()
+        ):
             return
         for name, text in (("task id", task_id), ("key", key)):
+            if not isinstance(text, str):
+                raise BatchError(f"the {name} {text!r:.300} is a {type(text).__name__}, not a text")
             if not 0 < len(text) <= MAX_ID_CHARS:
                 raise BatchError(f"a {name} has {len(text)} characters; allowed are 1 to {MAX_ID_CHARS}")
             if not is_unicode(text):
@@ -96,8 +105,9 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last: Version
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.last < MAX_VERSION:
-            raise BatchError(f"versions {self.first} to {self.last} are no span: need 0 <= first <= last < 2**62")
+        are_ints = type(self.first) is int and type(self.last) is int  # what a message can carry; True and 1.0 it can't
+        if not are_ints or not 0 <= self.first <= self.last < MAX_VERSION:
+            raise BatchError(f"versions {self.first} to {self.last} are no span: need ints, 0 <= first <= last < 2**62")
 
     def __str__(self) -> str:
         return str(self.first) if self.first == self.last else f"{self.first}..{self.last}"
@@ -201,6 +211,12 @@ class ClearReport:
         if self.failed:
             text += f"; not reached: {first_few([f'{owner} ({error})' for owner, error in self.failed])}"
         return text
+
+
+def check_versions(versions: object) -> None:
+    """Raises `BatchError` for anything but a `VersionSpan` or None."""
+    if versions is not None and not isinstance(versions, VersionSpan):
+        raise BatchError(f"versions={versions!r:.300}: give a VersionSpan(first, last), or None")
 
 
 def listed_tasks(task_ids: Iterable[str]) -> list[str]:

@@ -59,7 +59,7 @@ class Store(Closing):
 
     def __init__(self, *, budget_bytes: int, address: str | None = None, name: str = "store") -> None:
         budget_bytes = checked_count("budget_bytes", budget_bytes, 1)
-        if not (name.isascii() and name.isalpha() and name.islower()):
+        if not (isinstance(name, str) and name.isascii() and name.isalpha() and name.islower()):
             raise ValueError(f"name={name!r}: use lower-case letters")
         self._budget_bytes = budget_bytes
         warn_of_budget(budget_bytes)
@@ -130,7 +130,9 @@ class Store(Closing):
         """As `put`, of several tasks: either all of their rows are stored or nothing."""
         check_process(self.owner, self.owner.pid)
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        given = {shard: part for task_id, data in tasks.items() for shard, part in parts_of_task(task_id, data).items()}
+        given = {
+            shard: one for task, data in tasks.items() for shard, one in parts_of_task(task, data, versions).items()
+        }
         sizes = [one.nbytes for one in given.values()]
         check_budget(tasks, sum(sizes), self._budget_bytes)  # before a strided tensor is copied
         sources = [one.sources or sources_of(one.part) for one in given.values()]

@@ -21,6 +21,7 @@ from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Plan, Rename, Target, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.sharded import check_module
 from trainer_adapters.sources.streams import Buffers
 
 __all__ = ["FSDPAdapter"]
@@ -40,9 +41,9 @@ class FSDPAdapter(WrappingSource):
     `ModuleAdapter`. The parameters' dtype is that of the shards (the optimizer's), not that of `MixedPrecision(Policy)`:
     `dtype_rules={"*": torch.bfloat16}` sends bf16.
 
-    Raises TypeError for a model without FSDP, and `ManifestMismatch` if parameters are unsharded at the moment (FSDP2), have
-    pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on different sets of ranks or on
-    ranks other than this one: `DTensorAdapter` takes FSDP2 with other parallelisms.
+    Raises `ArgumentError` (a TypeError) for a model without FSDP, and `ManifestMismatch` if parameters are unsharded at the
+    moment (FSDP2), have pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on different sets
+    of ranks or on ranks other than this one: `DTensorAdapter` takes FSDP2 with other parallelisms.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FSDPAdapter(WrappingSource):
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
     ) -> None:
+        check_module(model)
         first = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
         second = any(isinstance(part, FSDPModule) for part in model.modules())
         if first and second:

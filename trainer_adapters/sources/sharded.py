@@ -87,6 +87,16 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+def check_module(model: object) -> None:
+    """Raises `ArgumentError` for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            f"expected a torch.nn.Module, not a {type(model).__name__}",
+            hint="DTensorAdapter takes the dict or list of a sharded model's tensors, ModuleAdapter those of whole tensors",
+            side="trainer",
+        )
+
+
 def refuse_fsdp(model: torch.nn.Module) -> None:
     """Raises `ArgumentError` for a model with a part that FSDP shards."""
     for part in model.modules():

@@ -27,7 +27,7 @@ from trainer_adapters.sources.inspection import Inspection, mark_of, why_not_pla
 from trainer_adapters.sources.plan import Plan, Rename, TensorInfo, shards_of_run, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
-from trainer_adapters.sources.sharded import is_partitioned, refuse_fsdp, refuse_lora_layers
+from trainer_adapters.sources.sharded import check_module, is_partitioned, refuse_fsdp, refuse_lora_layers
 from trainer_adapters.sources.streams import Buffers, module_stream
 
 __all__ = ["DeepSpeedAdapter"]
@@ -46,10 +46,10 @@ class DeepSpeedAdapter(ScannedSource):
     `dtype_rules`, `include_buffers`, `rename`, `include`, `exclude`, stacked experts and tied weights are as in
     `ModuleAdapter`. The parameters' dtype is that in which the model computes, not that of the optimizer's master weights.
 
-    Raises `ArgumentError` (a TypeError) for a model that FSDP shards or PEFT adapts. `manifest()` raises `ManifestMismatch`,
-    which names them, for parameters that are gathered at the moment and may be changing, offloaded to NVMe, quantised
-    (`zero_quantized_nontrainable_weights`), or divided in another way than ZeRO-3's (MiCS), for the experts of a `MoE` with an
-    `ep_size` above 1, and if parameters are partitioned over different sets of ranks.
+    Raises `ArgumentError` (a TypeError) for what is no module, and for a model that FSDP shards or PEFT adapts. `manifest()`
+    raises `ManifestMismatch`, which names them, for parameters that are gathered at the moment and may be changing, offloaded
+    to NVMe, quantised (`zero_quantized_nontrainable_weights`), or divided in another way than ZeRO-3's (MiCS), for the experts
+    of a `MoE` with an `ep_size` above 1, and if parameters are partitioned over different sets of ranks.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class DeepSpeedAdapter(ScannedSource):
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
     ) -> None:
+        check_module(model)
         refuse_fsdp(model)
         refuse_lora_layers(model, rename)
         super().__init__(

@@ -13,6 +13,7 @@ from trainer_adapters.batch.records import (
     Owner,
     TagValue,
     VersionSpan,
+    check_versions,
     is_unicode,
 )
 
@@ -58,8 +59,7 @@ def checked_tags(made: Generated) -> dict[str, TagValue]:
             f"the worker's function returned a {type(made.data).__name__}",
             hint="return Generated(data, versions, tags), or the data alone: rows by key",
         )
-    if made.versions is not None and not isinstance(made.versions, VersionSpan):
-        raise BatchError(f"versions={made.versions!r}: give a VersionSpan(first, last), or None")
+    check_versions(made.versions)
     if len(made.tags) > MAX_TAGS:
         raise BatchError(f"{len(made.tags)} tags; allowed are {MAX_TAGS}")
     for name, value in made.tags.items():

@@ -21,6 +21,7 @@ from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.codec import MAX_CONTROL_BYTES, decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
+    ArgumentError,
     AuthError,
     BatchError,
     ConfigError,
@@ -157,9 +158,14 @@ class RolloutPool(Closing, Service):
         """Has `callback(future)` called for every task that ends from now on, in order, on a thread of its own.
 
         A rollout that is dropped after it had completed, because it is too stale for a batch or its worker is lost, is
-        reported again, as a future that failed. Returns a function that removes the callback.
+        reported again, as a future that failed. Returns a function that removes the callback. Raises `ArgumentError` for what
+        can't be called.
         """
         self._check_process()
+        if not callable(callback):
+            raise ArgumentError(
+                f"callback={callback!r:.300} is a {type(callback).__name__}", hint="a callback takes a future"
+            )
         key = object()
         with self._lock:
             self._listeners[key] = CallbackThread("weightwire-rollout-callback"), callback

@@ -25,7 +25,14 @@ from inference_plugin.net.addresses import job_name, new_replica_id
 from inference_plugin.net.gate import no_thread
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import BatchError, ConfigError, RolloutFailed, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import (
+    ArgumentError,
+    BatchError,
+    ConfigError,
+    RolloutFailed,
+    SyncTimeout,
+    WeightwireError,
+)
 from inference_plugin.wire.messages.rollout import (
     MAX_ENTRIES_BYTES,
     MAX_SLOTS,
@@ -99,6 +106,9 @@ class RolloutWorker(Closing):
     the environment's (see `Config`). Rows of a pool whose process has ended are cleared. Close the worker before the store.
 
     `collectives` runs calls that may touch a process group: one after the other, on one thread, beside everything else.
+
+    Raises `ConfigError` for `slots` and times outside their limits, `ArgumentError` for a `generate` that can't be called, a
+    `pool` that is no address and a `store` that is none.
     """
 
     def __init__(
@@ -111,6 +121,18 @@ class RolloutWorker(Closing):
         put_timeout_s: float = 60.0,
         silence_s: float | None = None,
     ) -> None:
+        if not callable(generate):
+            raise ArgumentError(
+                f"generate={generate!r:.300} is a {type(generate).__name__}", hint="give it an async function"
+            )
+        if not isinstance(pool, str | None):
+            raise ArgumentError(
+                f"pool={pool!r:.300} is a {type(pool).__name__}", hint="give it an address, pool.addresses[0]"
+            )
+        if not hasattr(store, "owner"):
+            raise ArgumentError(
+                f"store={store!r:.300} is a {type(store).__name__}", hint="give it a Store(budget_bytes=...)"
+            )
         if checked_count("slots", slots, 1) > MAX_SLOTS:
             raise ConfigError(f"slots={slots}: allowed are 1 to {MAX_SLOTS}")
         silence_s = Config.from_environment().but(silence_s=silence_s).silence_s

@@ -37,9 +37,9 @@ class LoRAAdapter(WrappingSource):
     of an adapter whose initialisation changed the base (PiSSA, OLoRA and the like).
     `dtype_rules` as in `DTensorAdapter`: PEFT keeps adapters of a bf16 model in float32, and slots have the model's dtype.
 
-    Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which names
-    the layers, for adapters that slots can't hold: DoRA and other variants, adapters with biases, `modules_to_save`, embeddings
-    and stacked experts. `MergedLoRAAdapter` sends those.
+    Raises `ArgumentError` for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
+    names the layers, for adapters that slots can't hold: DoRA and other variants, adapters with biases, `modules_to_save`,
+    embeddings and stacked experts. `MergedLoRAAdapter` sends those.
     """
 
     def __init__(

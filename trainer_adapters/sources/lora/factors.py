@@ -22,7 +22,13 @@ from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
 from trainer_adapters.sources.scan import ScannedSource
-from trainer_adapters.sources.sharded import has_partitions, is_dtensor, is_fsdp_alone, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import (
+    check_module,
+    has_partitions,
+    is_dtensor,
+    is_fsdp_alone,
+    is_wrapped_by_fsdp1,
+)
 from trainer_adapters.sources.zero import DeepSpeedAdapter
 
 __all__ = ["PeftFactors", "check_kind", "source_of"]
@@ -31,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_kind(model: torch.nn.Module) -> None:
-    """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
+    """Raises `ArgumentError` for a model without LoRA layers, or wrapped by FSDP1."""
+    check_module(model)
     if any(is_wrapped_by_fsdp1(part) for part in model.modules()):
         raise ArgumentError("LoRA under FullyShardedDataParallel can't be sent: shard with fully_shard")
     from peft.tuners.lora import LoraLayer

@@ -64,7 +64,7 @@ class MergedLoRAAdapter(WrappingSource):
     doesn't mix with the collectives of a running training. The options are those of `DTensorAdapter` (`DeepSpeedAdapter`,
     `ModuleAdapter`); patterns and `rename` apply to the base model's names.
 
-    Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
+    Raises `ArgumentError` for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
     names them, for adapters that are merged in place or disabled at the moment, for variants and layers without a rule, for
     tied weights that the adapters make different, and for tensors that the adapter of this sharding refuses.
     """
