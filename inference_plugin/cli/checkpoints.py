@@ -40,7 +40,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 "reading a checkpoint needs safetensors: pip install '.[cli]' in a checkout of weightwire"
             ) from None
         if not path.exists():
-            raise stop(f"{path} does not exist")
+            raise stop(f"{path} does not exist: give a directory or a file; names of a model hub are not looked up")
         named = _named_by_the_index(path)
         files = [path / file for file in sorted(set(named.values()))] or [path]
         if path.is_dir() and not named:
@@ -100,5 +100,5 @@ def dtype_named(name: str | None) -> torch.dtype | None:
 
     found = getattr(torch, name, None) if name else None
     if name is not None and not isinstance(found, torch.dtype):
-        raise stop(f"--dtype {name}: torch has no dtype of that name")
+        raise stop(f"--dtype {name}: torch has no dtype of that name; such as bfloat16, float32")
     return found

@@ -125,7 +125,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_the_old_one_serv
         "no B": ({"A": a}, f"have A without B, or B without A: {layer}"),
         "another dtype": (
             {"A": a.bfloat16(), "B": b.bfloat16()},
-            "is bfloat16 and bfloat16, the engine's slots are float32",
+            "has A in bfloat16 and B in bfloat16, the engine's slots are float32",
         ),
         "no adapter's name": ({"A": a, "B": b, "C": a}, f"neither A nor B of a LoRA layer: {layer}.lora_C.weight"),
     }.values():

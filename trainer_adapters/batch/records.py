@@ -77,7 +77,7 @@ class ShardId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False
 
     def __post_init__(self) -> None:
         task_id, key = self.task_id, self.key
-        is_text = isinstance(task_id, str) and isinstance(key, str)
+        is_text = type(task_id) is str and type(key) is str
         if (
             is_text
             and 0 < len(task_id) <= MAX_ID_CHARS

@@ -59,7 +59,7 @@ class Store(Closing):
 
     def __init__(self, *, budget_bytes: int, address: str | None = None, name: str = "store") -> None:
         budget_bytes = checked_count("budget_bytes", budget_bytes, 1)
-        if not (isinstance(name, str) and name.isascii() and name.isalpha() and name.islower()):
+        if type(name) is not str or not (name.isascii() and name.isalpha() and name.islower()):
             raise ValueError(f"name={name!r}: use lower-case letters")
         self._budget_bytes = budget_bytes
         warn_of_budget(budget_bytes)

@@ -10,4 +10,6 @@ LEFT_OUT = "it serves the version that it had, if it still runs; it is caught up
 
 STREAMED = "a replica with streamed bytes refuses to generate (torn) until the next update of the whole group"
 
-UNKNOWN = "if it still runs, it serves the old version or the new one: `versions()` asks it, the next update brings it up"
+UNKNOWN = (
+    "if it still runs, it serves the old version or the new one: `versions()` asks it, the next update brings it up"
+)

@@ -121,6 +121,9 @@ class RolloutWorker(Closing):
         put_timeout_s: float = 60.0,
         silence_s: float | None = None,
     ) -> None:
+        if checked_count("slots", slots, 1) > MAX_SLOTS:
+            raise ConfigError(f"slots={slots}: allowed are 1 to {MAX_SLOTS}")
+        silence_s = Config.from_environment().but(silence_s=silence_s).silence_s
         if not callable(generate):
             raise ArgumentError(
                 f"generate={generate!r:.300} is a {type(generate).__name__}", hint="give it an async function"
@@ -133,9 +136,6 @@ class RolloutWorker(Closing):
             raise ArgumentError(
                 f"store={store!r:.300} is a {type(store).__name__}", hint="give it a Store(budget_bytes=...)"
             )
-        if checked_count("slots", slots, 1) > MAX_SLOTS:
-            raise ConfigError(f"slots={slots}: allowed are 1 to {MAX_SLOTS}")
-        silence_s = Config.from_environment().but(silence_s=silence_s).silence_s
         self.store = store
         self.name = new_replica_id("rollout")
         self._generate = generate
