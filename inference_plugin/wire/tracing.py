@@ -85,10 +85,11 @@ def carried(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def call_it(txn: str) -> None:
-    """Attributes the current thread's trace to `txn`."""
+def call_it(txn: str, version: int | None = None) -> None:
+    """Attributes the current thread's trace to `txn`, and to the version that this brings."""
     if (trace := _current.get()) is not None:
         trace.txn = txn
+        trace.version = trace.version if version is None else version
 
 
 def save(trace: Trace | None) -> None:
@@ -106,9 +107,12 @@ class Trace:
         """A trace, if there is a directory to write it to, or OpenTelemetry to hand it to; see `__init__`."""
         return Trace(directory, **named) if directory is not None or telemetry.is_wanted() else None
 
-    def __init__(self, directory: str | None, *, role: str, txn: str = "", **named: Any) -> None:
-        """`named`: group and version, and the role's rank and replica where it has them."""
-        self.txn = txn
+    def __init__(
+        self, directory: str | None, *, role: str, txn: str = "", version: int | None = None, **named: Any
+    ) -> None:
+        """`named`: the group, and the role's rank and replica where it has them. Where no `version` was given, the trace learns
+        it with the transaction."""
+        self.txn, self.version = txn, version
         self._directory = directory
         self._role = role
         self._named = named
@@ -165,18 +169,20 @@ class Trace:
                 self._write_file(Path(self._directory).expanduser())
         finally:
             if telemetry.is_wanted():
-                telemetry.export(self._role, self.txn, self._named, self._events)
+                telemetry.export(self._role, self.txn, self._named | self._versions(), self._events)
 
     def _write_file(self, directory: Path) -> None:
         named = self._named
         who = f"{self._role}{named.get('rank', '')}"
-        parts = (named["group"], f"v{named['version']}", self.txn[:8], who, named.get("replica", ""))
+        version = "" if self.version is None else f"v{self.version}"
+        parts = (named["group"], version, self.txn[:8], who, named.get("replica", ""))
         stem = ".".join(filter(None, parts)).replace("/", "_")
         directory.mkdir(parents=True, exist_ok=True)
         path, temporary = directory / f"{stem}.json", directory / f".{stem}.{os.getpid()}"
         about = {
             "role": self._role,
             **named,
+            **self._versions(),
             "txn": self.txn,
             "host": socket.gethostname(),
             "left_out": self._left_out,
@@ -189,6 +195,9 @@ class Trace:
                 temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _versions(self) -> dict[str, int]:
+        return {} if self.version is None else {"version": self.version}
 
     def _names(self) -> Iterator[dict[str, Any]]:
         """Metadata: names of the process and of its tracks."""

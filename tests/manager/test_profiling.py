@@ -167,6 +167,16 @@ def test_a_failed_update_leaves_its_traces_with_the_error(start: Start, tmp_path
     assert "commit" not in names(trainer)
 
 
+def test_without_a_version_the_traces_of_an_update_have_the_one_that_it_brought(start: Start, tmp_path: Path) -> None:
+    start(WEIGHTWIRE_PROFILE_DIR=str(tmp_path))
+    with SyncManager(config=Config(profile_dir=str(tmp_path))) as manager:
+        report = manager.update(ShardSource(checkpoint(1)))
+    files = f"policy.v{report.version}.{report.txn[:8]}.*.json"
+    eventually(lambda: len(list(tmp_path.glob(files))) == 3, "trainer, coordinator and worker, for one merge")
+    (trainer,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.trainer0.json"))
+    assert trainer["otherData"]["version"] == report.version
+
+
 def test_spans_are_seen_by_the_users_own_torch_profiler(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         trace = Trace(str(tmp_path), role="worker", group="policy", version=1)

@@ -59,8 +59,8 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
     try:
         with span("agree"):
             go = ranks.ask_go(ready, deadline_s=context.deadline_s)
-        call_it(go.txn)
         version = go.version if version is None else version
+        call_it(go.txn, version)
         assert manifest is not None, "rank 0 answers an error with an error"
         context.claims.agree(ranks.rank, manifest, claims)
         phase_begins(name, context.settings.group, version, "stage", ranks.rank)

@@ -90,7 +90,7 @@ class Transaction:
         lost: Callable[[str, str], None] = lambda _replica, _reason: None,
     ) -> None:
         self.txn = secrets.token_hex(12)
-        call_it(self.txn)
+        call_it(self.txn, version)
         self.phases: dict[str, float] = {}
         self._operation = operation
         self._settings = settings
