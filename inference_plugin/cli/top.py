@@ -88,7 +88,9 @@ def _look(job: str | None) -> dict[str, Any]:
                 "failed": len(report.failed),
                 "bytes": report.bytes,
                 "seconds": report.seconds,
-                "bytes_per_s": report.bytes / report.seconds if report.seconds else None,
+                "bytes_per_s": report.bytes / report.seconds
+                if report.seconds and len(report.failed) < len(report.replicas)
+                else None,
             }
             for group, (report, ago_s) in sorted(updates.items())
         ],

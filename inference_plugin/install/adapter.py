@@ -73,7 +73,9 @@ class AdapterInstaller:
             elif rank > self._slots.max_rank:
                 problems.append(f"{module} has rank {rank}, the engine's slots have {self._slots.max_rank}")
             elif {a.dtype, b.dtype} != {self._slots.dtype}:
-                dtypes.append(f"{module} has A in {a.dtype} and B in {b.dtype}, the engine's slots are {self._slots.dtype}")
+                dtypes.append(
+                    f"{module} has A in {a.dtype} and B in {b.dtype}, the engine's slots are {self._slots.dtype}"
+                )
         if problems:
             raise ManifestMismatch(
                 f"the adapter doesn't fit the engine's LoRA slots: {first_few(problems)}",

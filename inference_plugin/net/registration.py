@@ -20,7 +20,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel, Outgoing, fan_out
 from inference_plugin.net.listening import MEND_EVERY_S
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Done, Leave, Register, ReplicaCard
 
 __all__ = ["Registration"]
@@ -152,7 +152,9 @@ class Registration:
 
     def _failed(self, address: str, error: Exception) -> None:
         if address not in self._silent:
-            logger.warning("weightwire: %s can't register at %s: %s; trying on", self._card.replica, address, error)
+            # Engines often start before the trainer does: nobody who reads this has called anything.
+            why = f"no manager answers ({error.message})" if isinstance(error, PeerLost | SyncTimeout) else error
+            logger.warning("weightwire: %s can't register at %s yet: %s; trying on", self._card.replica, address, why)
         self._silent.add(address)
         if address in self._channels:
             self._channels.pop(address).close()

@@ -98,7 +98,7 @@ class UpdateReport(_Shown, frozen=True):
     def _text(self) -> Lines:
         took = len(self.replicas) - len(self.failed)
         phases = ", ".join(f"{name} {seconds(self.phases[name])}" for name in PHASES if name in self.phases)
-        rate = f" ({gib(int(self.bytes / self.seconds))}/s)" if self.seconds > 0 else ""
+        rate = f" ({gib(int(self.bytes / self.seconds))}/s)" if took and self.seconds > 0 else ""
         heading = (
             f"{self.group} version {self.version}: {took} of {len(self.replicas)} replicas serve it, "
             f"{gib(self.bytes)} in {seconds(self.seconds)}{rate}; {phases}"

@@ -142,7 +142,13 @@ def test_whatever_fails_after_the_commit_the_update_is_reported_committed(
             report = one.update(source(2), 2)
         assert [(r.replica, r.status, r.version) for r in report.replicas] == [(rig.replica, "committed", 2)]
         assert holds(rig, 2) and told == ["committed"]
-        assert [record for record in caplog.records if record.exc_info], "it is in the log, with its trace"
+        if trouble in (a_directory_in_the_reports_place, files_that_may_not_grow):
+            (line,) = (
+                text for text in caplog.text.splitlines() if "can't be written into the runtime directory" in text
+            )
+            assert "the report of policy version 2" in line and "Traceback" not in caplog.text
+        else:
+            assert [record for record in caplog.records if record.exc_info], "it is in the log, with its trace"
         assert one.update(source(3), 3).failed == ()
         assert holds(rig, 3)
 

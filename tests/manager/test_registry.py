@@ -101,6 +101,19 @@ def test_a_registration_is_kept_up_by_itself_tells_news_at_once_and_ends_with_it
     eventually(lambda: names(there) == [], "that it left")
 
 
+def test_an_engine_that_starts_before_the_trainer_says_so_once_and_is_not_told_to_call_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inference_plugin.net.registration.ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setenv("WEIGHTWIRE_SILENCE_S", "0.3")
+    early = Registration("tcp://127.0.0.1:9", card())
+    eventually(lambda: "trying on" in caplog.text, "the warning")
+    time.sleep(0.5)
+    early.close()
+    assert caplog.text.count("can't register at tcp://127.0.0.1:9 yet: no manager answers (no reply ") == 1
+    assert "call it again" not in caplog.text
+
+
 def test_replicas_of_this_host_tell_every_manager_and_nobody_looks_for_them(
     start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -53,6 +54,11 @@ def test_an_update_is_printed_in_a_line_per_replica_with_seconds_per_phase_and_b
         "  vllm-1   committed  version 7        stopped 1.8 ms  shm/standby/plan",
         "  vllm-22  failed     version unknown                                    PeerLost: the process is gone -- restart it",
     ]
+
+
+def test_an_update_that_no_replica_took_tells_no_throughput() -> None:
+    heading = str(msgspec.structs.replace(UPDATE, replicas=UPDATE.replicas[1:])).splitlines()[0]
+    assert heading.startswith("policy version 7: 0 of 1 replicas serve it, 3 GiB in 1.50 s; scan")
 
 
 def test_a_verification_is_printed_with_what_differs_in_whole() -> None:

@@ -126,7 +126,7 @@ class Fleet:
             )
         return PeerLost(
             addresses.none_runs(),
-            hint="wait for an engine that starts with wait_for_replicas() on rank 0; else start one with the plug-in and "
+            hint="if an engine is starting, call wait_for_replicas() on rank 0; else start one with the plug-in and "
             "the trainer's WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR (on another host WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY); "
             "`weightwire doctor` looks for problems",
             side="manager",

@@ -132,7 +132,11 @@ def keep(report: UpdateReport) -> None:
     """Writes an update's report and logs its failures, after all ranks have been told it: nobody's answer waits for a disk."""
     with harmless("writing the report"):
         phase_begins("update", report.group, report.version, "report")
-        save_report(report)
+        try:
+            save_report(report)
+        except OSError as error:  # a full disk, say: a traceback at each update would tell no more
+            words = "weightwire: the report of %s version %d can't be written into the runtime directory: %s"
+            logger.warning(words, report.group, report.version, error)
     for replica in report.failed:
         words = "weightwire: replica %s failed to take version %d: %s"
         text = WeightwireError.of(replica.error) if replica.error is not None else "lost"
