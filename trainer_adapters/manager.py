@@ -89,7 +89,8 @@ class SyncManager:
       into which they are streamed is torn, as by any failure.
     - `process_group`: the trainer's ranks, default all of torch.distributed, or this process alone.
 
-    Make several managers in the same order on every rank. Raises typed errors, the same on every rank: `ConfigError` where the
+    Make several managers in the same order on every rank. Raises `ConfigError` for an argument or a variable with a wrong value,
+    `TransportUnavailable`, `AuthError` for a job, directory or key that can't be used; and on every rank `ConfigError` where the
     ranks' arguments differ, `SyncTimeout` after `timeout_s` where only some ranks make one.
     """
 
@@ -209,8 +210,8 @@ class SyncManager:
         return pending
 
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
-        """Has `listener` called at an event, on rank 0: "staged", "committed", "failed", "replica_joined", "replica_lost",
-        "replica_state", with the arguments that `trainer_adapters.events.Events` lists. Returns what removes it again."""
+        """Has `listener` called at an event, on rank 0, with the arguments in docs/trainers.md: "staged", "committed", "failed",
+        "replica_joined", "replica_lost", "replica_state". Returns what removes it again. Raises `ArgumentError`."""
         self._thread.check_open()
         return self._context.events.on(event, listener)
 
@@ -274,14 +275,14 @@ class SyncManager:
         return self._fleet.cards() if self._fleet is not None else self.settings.chosen(addresses.discover())
 
     def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
-        """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective: if other ranks
-        call `update` meanwhile, their `timeout_s` runs."""
+        """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`, RuntimeError on other ranks. Not
+        collective: if other ranks call `update` meanwhile, their `timeout_s` runs."""
         self._thread.check_open()
         return leading(self._fleet).wait(count, timeout_s)
 
     def replicas(self) -> list[ReplicaStatus]:
         """Rank 0: every replica and what is known of it, without asking any: an update by another manager shows in `versions()`.
-        The last 32 lost replicas are listed as well. Any thread, also while an update runs. Not collective."""
+        The last 32 lost replicas are listed as well. Any thread, also during an update. RuntimeError on other ranks."""
         self._thread.check_open()
         return leading(self._fleet).statuses()
 

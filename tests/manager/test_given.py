@@ -245,6 +245,7 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
     ),
     "an event": (lambda m: m.on(["staged"], print), r"\['staged'\] is none of staged, committed"),
     "pairs of ties": (lambda _: ExportAdapter(dict, tied=["a"]), r"tied=\['a'\] is no mapping"),  # type: ignore[arg-type]
+    "an export of nothing": (lambda _: ExportAdapter(lambda: None), "the export returned a NoneType"),  # type: ignore[arg-type,return-value]
     "a switch": (lambda _: SyncManager(partial="no"), "partial='no' is neither True nor False"),  # type: ignore[arg-type]
 }
 

@@ -179,7 +179,9 @@ class ExportAdapter(ExchangedSource):
 
     def _look(self, pairs: Iterable[Any]) -> list[_Item]:
         """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
-        tensors that can't be sent."""
+        tensors that can't be sent, `ArgumentError` for what is no iterable."""
+        if not isinstance(pairs, Iterable):
+            raise ArgumentError(f"the export returned a {type(pairs).__name__}", hint="it returns (name, tensor) pairs")
         items: dict[str, _Item] = {}
         problems = []
         for pair in pairs:
