@@ -117,6 +117,19 @@ def test_arguments_of_another_kind_are_refused_where_they_are_given(store: Store
         assert (store.stats().tasks, pool.stats().submitted) == (0, 0)
 
 
+def test_a_function_that_is_not_async_fails_its_task_and_says_so(store: Store) -> None:
+    def plain(task_id: str, payload: Any) -> dict[str, Any]:
+        return {"k": [1]}
+
+    unusable: Any = plain
+    with (
+        RolloutPool() as pool,
+        RolloutWorker(unusable, slots=1, store=store),
+        pytest.raises(BatchError, match=r"returned a dict, not an awaitable.*async def"),
+    ):
+        pool.submit("t", None).result(60)
+
+
 def test_rows_that_no_memory_could_hold_are_refused_before_they_are_copied(store: Store) -> None:
     with pytest.raises(BatchError, match="has 1099511627776 rows; allowed are 1 to 1048576"):
         store.put("t", {"k": torch.ones(1).expand(1 << 40)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import math
 import os
@@ -268,7 +269,11 @@ class RolloutWorker(Closing):
     async def _result(self, task: AssignedTask) -> Generated | BaseException:
         try:
             (payload,) = msgspec.msgpack.decode(task.payload, type=list[Any])
-            result = await self._generate(task.task_id, payload)
+            made: Any = self._generate(task.task_id, payload)
+            if not inspect.isawaitable(made):
+                hint = "write `async def`; a function that blocks would hold up the other tasks: await asyncio.to_thread(...)"
+                raise BatchError(f"the worker's function returned a {type(made).__name__}, not an awaitable", hint=hint)
+            result = await made
             return result if isinstance(result, Generated) else Generated(result)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
