@@ -14,6 +14,7 @@ from inference_plugin.cli.app import Seconds, as_json_option, is_orphaned, job_o
 from inference_plugin.cli.output import print_json, terminal
 from inference_plugin.net import addresses
 from inference_plugin.net.records import last_reports, record_of
+from inference_plugin.wire.reports import gib
 
 __all__ = ["top"]
 
@@ -117,9 +118,9 @@ def _drawn(look: dict[str, Any]) -> Any:
             _ago(update["ended_s_ago"]),
             str(update["replicas"]),
             str(update["failed"]),
-            f"{update['bytes'] / 1e6:.1f} MB",
+            gib(update["bytes"]),
             f"{update['seconds']:.3f}",
-            "" if update["bytes_per_s"] is None else f"{update['bytes_per_s'] / 1e6:.0f} MB/s",
+            "" if update["bytes_per_s"] is None else f"{gib(int(update['bytes_per_s']))}/s",
         )
     shown = (
         replicas
