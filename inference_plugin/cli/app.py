@@ -13,7 +13,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.channel import coordinator_channel, worker_channel
 from inference_plugin.net.processes import has_ended, parent_of
 from inference_plugin.wire.config import misspelt_variables
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
 
 try:
@@ -117,13 +117,13 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
         with coordinator_channel(card) as channel:
             card = channel.request(Describe(), ReplicaCard, timeout_s=ASK_TIMEOUT_S)
     except WeightwireError as error:
-        problems.append(f"coordinator: {error}")
+        problems.append(f"coordinator: {_silent(error, card.pid)}")
     for worker in card.workers:
         try:
             with worker_channel(card, worker) as channel:
                 workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
         except WeightwireError as error:
-            problems.append(f"rank {worker.rank}: {error}")
+            problems.append(f"rank {worker.rank}: {_silent(error, worker.pid)}")
     if card.state == "torn":
         problems.append(f"torn: {card.detail}")
     state: str = card.state
@@ -134,6 +134,15 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
             f"end process {card.pid}"
         )
     return {"card": card, "workers": workers, "state": state, "problems": problems}
+
+
+def _silent(error: WeightwireError, pid: int) -> str:
+    """The error of a process that was asked. A timeout's own hint is to run `weightwire status`, which is what runs now."""
+    return (
+        f"{error.message}: process {pid} hangs or is busy; its log may say why"
+        if isinstance(error, SyncTimeout)
+        else str(error)
+    )
 
 
 def is_orphaned(card: ReplicaCard) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_status_says_where_it_finds_no_replica_that_a_full_disk_may_be_why(direc
             printed = shown("status", WEIGHTWIRE_RUNTIME_DIR=str(path))[1]
     assert "no replica of job" in printed
     assert "PROBLEM: nothing can be written into" in printed and "No space left" in printed
+
+
+def test_status_names_the_process_that_hangs_and_does_not_tell_the_reader_to_run_status(directory: Path) -> None:
+    rig = Rig(directory)
+    try:
+        os.kill(rig.worker_pid(), signal.SIGSTOP)
+        _, printed, _ = shown("status")
+        assert "PROBLEM: rank 0: no reply from " in printed
+        assert (
+            f" within 5 s: process {rig.worker_pid()} hangs or is busy" in printed
+            and "weightwire status" not in printed
+        )
+    finally:
+        os.kill(rig.worker_pid(), signal.SIGCONT)
+        rig.end()
 
 
 def test_status_says_once_that_a_replica_is_torn_and_why(directory: Path) -> None:
