@@ -201,8 +201,6 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         super().close()
         if (store := getattr(self, "_store", None)) is not None:
             store.close()
-        if (putting := getattr(self, "_putting", None)) is not None:
-            putting.shutdown(wait=False)
 
     def _put_rows(self, data: TensorDict, metadata: BatchMeta) -> dict[int, dict[str, bytes]]:
         """By global index and field: what the controller is to keep."""
