@@ -126,7 +126,8 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
     ) -> None:
         """Stores the fields of all samples, or none of them, then tells the controller. Raises `StoreFull`, `BatchError`.
 
-        Rows of other processes that these replace are dropped there. The put stands where one can't be reached: that is logged.
+        Rows of other processes that these replace are dropped there. The put stands where one can't be reached: that is logged. A
+        put whose caller is cancelled goes on: rows of which the controller does not hear could not be cleared.
         """
         if data_parser is not None:
             raise BatchError(
@@ -135,8 +136,10 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
             )
         if data.batch_size[0] != metadata.size:
             raise BatchError(f"{data.batch_size[0]} rows were put for the metadata of {metadata.size} samples")
-        if not metadata.size:
-            return
+        if metadata.size:
+            await asyncio.shield(self._put(data, metadata))
+
+    async def _put(self, data: TensorDict, metadata: BatchMeta) -> None:
         old = [row for row in _stored(metadata, _fields(data)) if row is not None]
         stored = await asyncio.get_running_loop().run_in_executor(self._putting, self._put_rows, data, metadata)
         for held, fields in zip(metadata._custom_backend_meta, stored.values(), strict=True):
