@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds
 from tests.support.plain_engine import checkpoint
@@ -26,3 +30,19 @@ def test_an_update_that_a_second_transport_joins_succeeds_at_once(start: Start) 
             manager.settings.catch_up = policy  # "always" keeps each version over shm too, for hosts that join
             updates.update(iter(checkpoint(version).items()), version)
             assert holds(rig, version)
+
+
+def test_no_generator_has_to_switch_gradients_off_by_itself(start: Start) -> None:
+    """NeMo-RL does so around the whole update, which reads the generator in another thread."""
+    rig = start()
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in checkpoint(1).items()}
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            yield name, weight.mul_(1)  # in place: refused where gradients are on
+
+    with SyncManager(timeout_s=60) as manager, torch.no_grad():
+        updates = GeneratorUpdates(manager, None)
+        for version in (1, 2):
+            updates.update(export(), version)
+    assert holds(rig, 1)

@@ -109,7 +109,7 @@ class ExportAdapter(ExchangedSource):
             )
         if not isinstance(tied, Mapping | None):
             raise ArgumentError(f"tied={tied!r} is no mapping", hint='such as tied={"lm_head.weight": "embed.weight"}')
-        self._export: Callable[[], Pairs] = lambda: pairs_of(export())
+        self._export: Callable[[], Pairs] = lambda: _WithoutGradients(export)
         self._first: list[_Item] = []
         self._shards: list[tuple[int, LocalShard]] = []
         """Of each box of this rank's inventory, the position of its tensor in the export, and where it lies."""
@@ -230,6 +230,22 @@ class ExportAdapter(ExchangedSource):
         return self._spread(
             tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(_local(tensor).shape)
         )
+
+
+class _WithoutGradients:
+    """One run of an export. Nobody differentiates what it yields, and a `torch.no_grad()` of the caller's does not reach the
+    manager's thread. Not a generator: that would hold the last tensor while the next one is made."""
+
+    @torch.no_grad()
+    def __init__(self, export: Export) -> None:
+        self._pairs = iter(pairs_of(export()))
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[str, Any]:
+        return next(self._pairs)
 
 
 def _spread(mesh: Any, placements: tuple[Any, ...], shape: Dims, local: Dims) -> Spread:
