@@ -380,7 +380,7 @@ def _deepseek_v4_published() -> Medium:
             else:
                 tensors[name] = tensor
                 continue
-            exponents = torch.randint(115, 121, scales, generator=random, dtype=torch.uint8)
+            exponents = torch.randint(112 + 3 * seed, 115 + 3 * seed, scales, generator=random, dtype=torch.uint8)
             tensors |= {name: codes, f"{at}scale": exponents.view(torch.float8_e8m0fnu)}
         blocks = {"weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "ue8m0"}
         config = {"quant_method": "fp8", "activation_scheme": "dynamic"} | blocks

@@ -111,6 +111,7 @@ def fill_in() -> None:
         (compressed_nvfp4, "select_nvfp4_moe_backend", NvFp4MoeBackend.EMULATION),
         (mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
         (checkpoints_in_mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
+        (checkpoints_in_mxfp4, "select_deepseek_v4_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
     ):
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
