@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,13 +25,17 @@ from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, Syn
 from inference_plugin.wire.messages import Body, Failed, Hop, ReplicaCard, Target, WorkerCard
 
 __all__ = [
-    "Channel", "Outgoing", "bytes_channel", "context_of_process", "coordinator_channel", "fan_out", "take_ready",
+    "CLOSED_S", "Channel", "Outgoing", "bytes_channel", "context_of_process", "coordinator_channel", "fan_out", "take_ready",
     "worker_channel",
 ]  # fmt: skip
 
 RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
 a TCP link may lose one. The intervals grow because only the reply to the latest sending counts (REQ_CORRELATE)."""
+
+CLOSED_S = 10.0
+"""Seconds between two looks at the socket file of a peer that doesn't reply. One whose file is missing both times has closed:
+while it is open it makes the file again (`net.listening.MEND_EVERY_S`)."""
 
 DESCRIPTORS = 16
 """Free descriptors that a new socket asks for: its own three or four, its connection, and those of the threads of libzmq."""
@@ -42,9 +47,10 @@ class Channel(Closing):
     """A REQ socket to one peer. It survives lost replies (REQ_RELAXED, REQ_CORRELATE); it belongs to one thread.
 
     Where `pid`, `start_ticks` and `peer_boot_id` name a process of this host, a wait ends with `PeerLost` when that process
-    dies. `silence_s` is used on TCP; the default is the environment's (see `Config`). With `resends` false a request is sent
-    only once: for a peer that replies when others are ready, not when it is asked. Raises `TransportUnavailable` where too few
-    descriptors are free, or no thread can be started: libzmq would abort the process.
+    dies; with `may_close` also when the peer has closed its socket and lives on. `silence_s` is used on TCP; the default is the
+    environment's (see `Config`). With `resends` false a request is sent only once: for a peer that replies when others are ready,
+    not when it is asked. Raises `TransportUnavailable` where too few descriptors are free, or no thread can be started: libzmq
+    would abort the process.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Channel(Closing):
         start_ticks: int = 0,
         peer_boot_id: str = "",
         resends: bool = True,
+        may_close: bool = False,
         silence_s: float | None = None,
         **where: Any,
     ) -> None:
@@ -70,6 +77,9 @@ class Channel(Closing):
         self._resend_in_s = math.inf
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
+        self._file = Path(address.removeprefix("ipc://")) if may_close and address.startswith("ipc://") else None
+        self._file_was_gone = False
+        self._look_at_file_s = math.inf
         check_room(DESCRIPTORS)
         self._socket = context_of_process().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -100,6 +110,9 @@ class Channel(Closing):
             frames.append(payload)
         self._pending = frames
         self._sent_in_vain = self.peer_is_gone()
+        if self._file is not None:
+            self._file_was_gone = False
+            self._look_at_file_s = time.monotonic()
         self._resend_in_s = RESEND_S if self._resends else math.inf
         self._transmit(type(body).__name__)
 
@@ -112,10 +125,12 @@ class Channel(Closing):
             until_s = min(deadline_s, self.look_at_s)
             ready = self._poll(max(0.0, until_s - time.monotonic()))
             if ready and (reply := self._take()) is not None:
-                self._pending = None
+                self._pending, self._look_at_file_s = None, math.inf
                 return self._checked(reply, kind)
             if not ready and self.peer_is_gone() and self._has_said_all():
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
+            if self._file is not None and self._is_closed(self._file):
+                raise PeerLost(f"{self.address} is closed, although its process lives", **self.where)
             if self._link is not None:
                 self._look_at(self._link)
             if time.monotonic() >= self._resend_at_s:
@@ -136,7 +151,8 @@ class Channel(Closing):
         process_s = self._process.look_at_s if self._process is not None else math.inf
         if self._last_words is not None:
             process_s = self._last_words.until_s
-        return min(self._resend_at_s, process_s, self._link.lost_at_s if self._link is not None else math.inf)
+        link_s = self._link.lost_at_s if self._link is not None else math.inf
+        return min(self._resend_at_s, process_s, link_s, self._look_at_file_s)
 
     @property
     def is_open(self) -> bool:
@@ -171,6 +187,14 @@ class Channel(Closing):
         if self._last_words is None:
             self._last_words = LastWords(self._socket)
         return self._last_words.all_read() and not self._poll(0.0)
+
+    def _is_closed(self, file: Path) -> bool:
+        """Whether the peer's socket file is missing, and was so `CLOSED_S` ago."""
+        if time.monotonic() < self._look_at_file_s:
+            return False
+        was_gone, self._file_was_gone = self._file_was_gone, not file.exists()
+        self._look_at_file_s = time.monotonic() + CLOSED_S
+        return was_gone and self._file_was_gone
 
     def _look_at(self, link: Link) -> None:
         """Raises for a peer that refuses us or is lost; sends the request again if a lost connection may have lost it."""

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from inference_plugin.net.channel import Channel
-from inference_plugin.wire.errors import FetchFailed
+from inference_plugin.wire.errors import FetchFailed, PeerLost
 from tests.batch.owners import MIB, elsewhere, fetched, owners
 from tests.support.rig import eventually, kill, runtime
 from trainer_adapters.batch import connections
@@ -183,7 +183,7 @@ def watched_processes() -> int:
 def test_leases_of_an_owner_that_has_closed_while_its_process_lives_on_keep_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer_adapters.batch.consumer.LOOK_S", 0.05)
+    monkeypatch.setattr("inference_plugin.net.channel.CLOSED_S", 0.05)
     consumer().close_connections()
     before = watched_processes()
     held = []
@@ -193,3 +193,16 @@ def test_leases_of_an_owner_that_has_closed_while_its_process_lives_on_keep_no_c
     consumer().close_connections()
     held.clear()
     eventually(lambda: watched_processes() <= before, "the end of the connections to closed owners")
+
+
+def test_rows_of_an_owner_that_has_closed_while_its_process_lives_on_are_lost_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inference_plugin.net.channel.CLOSED_S", 0.05)
+    with Store(budget_bytes=MIB) as store:
+        entries, owner = store.put("t", {"k": torch.ones(4)}), store.owner
+    with pytest.raises(FetchFailed) as raised:
+        fetched(entries, owner)
+    assert [type(failure.error) for failure in raised.value.failures] == [PeerLost]
+    ((_, error),) = clear_tasks(["t"], {owner.id: owner}, timeout_s=60).failed
+    assert isinstance(error, PeerLost) and "is closed, although its process lives" in error.message

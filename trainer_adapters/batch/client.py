@@ -369,6 +369,7 @@ def _connect(owner: Owner) -> Channel:
             pid=owner.pid,
             start_ticks=owner.start_ticks,
             peer_boot_id=owner.boot_id,
+            may_close=True,
             side="owner",
             replica=owner.id,
         )

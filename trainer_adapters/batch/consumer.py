@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,10 +46,6 @@ ALL = -1
 
 GIVE_UP_S = 3600.0
 """After this many seconds without an answer, an owner is no longer told; it ends the leases when this process ends."""
-
-LOOK_S = 10.0
-"""Seconds between two looks at the socket file of an owner that doesn't answer. An owner whose file is missing both times has
-closed: while it is open it makes the file again (`net.listening.MEND_EVERY_S`)."""
 
 REST_S = 0.1
 """Pause, in seconds, after an error of the thread itself, so that a repeated error does not spin."""
@@ -192,7 +187,7 @@ class Consumer:
             [
                 self._connections.due_s,
                 *(channel.look_at_s for channel in channels),
-                *(min(peer.look_at_s, peer.given_up_at_s) for peer in peers.values()),
+                *(peer.given_up_at_s for peer in peers.values()),
             ]
         )
         forks = [fork for fork in self._forks if fork.fd >= 0]
@@ -233,8 +228,7 @@ class _Peer:
         self.owner = owner
         self.channel: Channel | None = None
         self.is_asked = False
-        self.given_up_at_s = self.look_at_s = math.inf
-        self._was_gone = False
+        self.given_up_at_s = math.inf
         self.pending: dict[int, list[int]] = {}
 
     def note(self, number: int, index: int) -> None:
@@ -249,7 +243,11 @@ class _Peer:
         if self.channel is None:
             owner = self.owner
             self.channel = Channel(
-                owner.address, pid=owner.pid, start_ticks=owner.start_ticks, peer_boot_id=owner.boot_id
+                owner.address,
+                pid=owner.pid,
+                start_ticks=owner.start_ticks,
+                peer_boot_id=owner.boot_id,
+                may_close=True,
             )
         ends: list[LeaseEnd] = []
         room = MAX_WANTED
@@ -269,23 +267,12 @@ class _Peer:
             self.pending.clear()
             return self.ask(session)
         self.is_asked = True
-        self.look_at_s = time.monotonic() + LOOK_S
         self.given_up_at_s = time.monotonic() + GIVE_UP_S
         return True
 
     def give_up_if_late(self) -> None:
-        """Drops the pending leases of an owner that has closed, or has not answered for too long."""
-        now_s = time.monotonic()
-        if now_s >= self.look_at_s:
-            address = self.owner.address
-            is_gone = address.startswith("ipc://") and not Path(address.removeprefix("ipc://")).exists()
-            if is_gone and self._was_gone:
-                logger.info("weightwire: %s has closed; it needs no leases back", self.owner.id)
-                self.pending.clear()
-                self.answered()
-                return
-            self.look_at_s, self._was_gone = now_s + LOOK_S, is_gone
-        if now_s >= self.given_up_at_s:
+        """Drops the pending leases of an owner that has not answered for too long."""
+        if time.monotonic() >= self.given_up_at_s:
             logger.warning(
                 "weightwire: %s does not answer; the leases that this process has there end with the process",
                 self.owner.id,
@@ -294,8 +281,8 @@ class _Peer:
             self.answered()
 
     def answered(self) -> None:
-        self.is_asked = self._was_gone = False
-        self.given_up_at_s = self.look_at_s = math.inf
+        self.is_asked = False
+        self.given_up_at_s = math.inf
 
 
 _consumer: Consumer | None = None
