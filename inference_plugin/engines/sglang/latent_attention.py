@@ -99,11 +99,10 @@ def _models(root: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _kimi_linear() -> Any:
-    """The class of Kimi Linear; None where SGLang lacks it, or its method."""
-    with contextlib.suppress(ImportError, AttributeError):  # optional, too
+    """The class of Kimi Linear; None where SGLang lacks it."""
+    with contextlib.suppress(ImportError):  # optional, too
         from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
 
-        KimiLinearForCausalLM.post_load_weights  # noqa: B018 -- AttributeError before 0.5.23
         return KimiLinearForCausalLM
     return None
 
