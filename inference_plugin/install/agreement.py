@@ -127,7 +127,11 @@ class Agreement:
         manifest = self.manifest
         sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
         sources |= {alias: sources[name] for alias, name in self.aliases.items()}
-        return {name: sources[name] for name in grouped(sources)}
+        return {name: sources[name] for name in self._names}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return grouped([*(spec.name for spec in self.manifest.tensors), *self.aliases])
 
     def segment_views(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """A segment as elements of each dtype in the manifest, by the dtype's name in torch: the sources of `in_segment`."""

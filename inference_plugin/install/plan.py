@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -57,13 +57,21 @@ def in_place(placements: Iterable[Placement]) -> list[Placement]:
 def grouped(names: Iterable[str]) -> list[str]:
     """The names in their order, but all that begin alike (`model.`, `model.layers.0.`) together, as in published checkpoints.
     vLLM calls a module's own loader for each run of its tensors; DeepSeek-V3.2's drops a weight whose scale comes in another."""
-    names, first = list(names), dict[str, int]()
-    ends = {name: [i for i, letter in enumerate(name) if letter == "."] for name in names}
-    for number, name in enumerate(names):
-        for end in ends[name]:
-            first.setdefault(name[: end + 1], number)
-        first.setdefault(name, number)
-    return sorted(names, key=lambda name: [*(first[name[: end + 1]] for end in ends[name]), first[name]])
+    tree: dict[str | None, Any] = {}
+    for name in names:
+        node = tree
+        for part in name.split("."):
+            node = node.setdefault(part, {})
+        node[None] = name
+    return list(_leaves(tree))
+
+
+def _leaves(tree: Mapping[str | None, Any]) -> Iterator[str]:
+    for part, below in tree.items():
+        if part is None:
+            yield below
+        else:
+            yield from _leaves(below)
 
 
 @dataclass(frozen=True)
