@@ -117,7 +117,7 @@ class ExportAdapter(ExchangedSource):
         self._spread = functools.cache(_spread)  # meshes are slow to ask, and models repeat their shapes
 
         def look() -> Inventory:
-            self._first = self._look(self._export() if metadata is None else metadata())
+            self._first = self._look(self._export() if metadata is None else _pairs(metadata(), "metadata"))
             self._shards = [(position, shard) for position, item in enumerate(self._first) for shard in item.shards]
             return Inventory([box for item in self._first for box in item.boxes()])
 
@@ -179,9 +179,7 @@ class ExportAdapter(ExchangedSource):
 
     def _look(self, pairs: Iterable[Any]) -> list[_Item]:
         """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
-        tensors that can't be sent, `ArgumentError` for what is no iterable."""
-        if not isinstance(pairs, Iterable):
-            raise ArgumentError(f"the export returned a {type(pairs).__name__}", hint="it returns (name, tensor) pairs")
+        tensors that can't be sent."""
         items: dict[str, _Item] = {}
         problems = []
         for pair in pairs:
@@ -238,7 +236,7 @@ class _WithoutGradients:
 
     @torch.no_grad()
     def __init__(self, export: Export) -> None:
-        self._pairs = iter(pairs_of(export()))
+        self._pairs = iter(_pairs(export(), "the export"))
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return self
@@ -246,6 +244,14 @@ class _WithoutGradients:
     @torch.no_grad()
     def __next__(self) -> tuple[str, Any]:
         return next(self._pairs)
+
+
+def _pairs(made: Any, what: str) -> Pairs:
+    """What a user's function returned, as pairs. Raises `ArgumentError`."""
+    pairs = pairs_of(made)
+    if not isinstance(pairs, Iterable):
+        raise ArgumentError(f"{what} returned a {type(made).__name__}", hint="it returns (name, tensor) pairs")
+    return pairs
 
 
 def _spread(mesh: Any, placements: tuple[Any, ...], shape: Dims, local: Dims) -> Spread:
