@@ -90,29 +90,32 @@ def gated_delta_rule(
     return out, None, None
 
 
-def one_token_each(
+def one_token_each(*, a: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, **more: Any) -> None:  # noqa: N803
+    """`fused_recurrent_gated_delta_rule_packed_decode`: the rule for one token of each sequence. a: [sequences, heads]."""
+    _one_token(-A_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias.float()), **more)
+
+
+def _one_token(
+    g: torch.Tensor,
     *,
     mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
     b: torch.Tensor,
-    dt_bias: torch.Tensor,
     initial_state: torch.Tensor,
     out: torch.Tensor,
     ssm_state_indices: torch.Tensor,
-    **more: Any,
+    **_: Any,
 ) -> None:
-    """`fused_recurrent_gated_delta_rule_packed_decode`: the rule for one token of each sequence; writes `out`
-    [sequences, 1, heads, V]. mixed_qkv: [sequences, channels], q, k and v one after the other."""
+    """Writes `out` [sequences, 1, heads, V]. g: logarithms, [sequences, heads] or [sequences, heads, K]; mixed_qkv: [sequences,
+    channels], q, k and v one after the other."""
     count, _, heads, width = out.shape
     depth = initial_state.shape[-1]
     keys = (mixed_qkv.shape[1] - heads * width) // 2
     q, k, v = mixed_qkv.split([keys, keys, heads * width], 1)
-    softplus = torch.nn.functional.softplus(a.float() + dt_bias.float())
     done, *_ = gated_delta_rule(
         q.view(1, count, -1, depth),
         k.view(1, count, -1, depth),
         v.view(1, count, heads, width),
-        (-more["A_log"].float().exp() * softplus)[None],
+        g[None],
         b.float().sigmoid()[None],
         initial_state=initial_state,
         initial_state_indices=ssm_state_indices,
@@ -143,32 +146,15 @@ def kimi_delta_rule(
 
 def one_token_each_of_kimis(
     *,
-    mixed_qkv: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,  # noqa: N803
     dt_bias: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803
     initial_state: torch.Tensor,
-    out: torch.Tensor,
-    ssm_state_indices: torch.Tensor,
-    **_: Any,
+    **more: Any,
 ) -> None:
     """`fused_recurrent_kda_packed_decode`, as `one_token_each`. a: [sequences, heads * K]."""
-    count, _, heads, width = out.shape
-    depth = initial_state.shape[-1]
-    keys = (mixed_qkv.shape[1] - heads * width) // 2
-    q, k, v = mixed_qkv.split([keys, keys, heads * width], 1)
-    done, *_ = gated_delta_rule(
-        q.view(1, count, -1, depth),
-        k.view(1, count, -1, depth),
-        v.view(1, count, heads, width),
-        _decays(a.view(1, count, heads, depth), A_log, dt_bias),
-        b.float().sigmoid()[None],
-        initial_state=initial_state,
-        initial_state_indices=ssm_state_indices,
-        cu_seqlens=torch.arange(count + 1),
-    )
-    out.copy_(done.transpose(0, 1))
+    g = _decays(a.view(len(a), -1, initial_state.shape[-1]), A_log, dt_bias)
+    _one_token(g, initial_state=initial_state, **more)
 
 
 def _decays(g: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
