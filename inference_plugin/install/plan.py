@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -63,15 +63,14 @@ def grouped(names: Iterable[str]) -> list[str]:
         for part in name.split("."):
             node = node.setdefault(part, {})
         node[None] = name
-    return list(_leaves(tree))
-
-
-def _leaves(tree: Mapping[str | None, Any]) -> Iterator[str]:
-    for part, below in tree.items():
-        if part is None:
-            yield below
+    found: list[str] = []
+    left: list[Any] = [tree]
+    while left:  # no recursion: a name may have any number of dots
+        if isinstance(node := left.pop(), str):
+            found.append(node)
         else:
-            yield from _leaves(below)
+            left += reversed(node.values())
+    return found
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, Syn
 from inference_plugin.wire.messages import Body, Failed, Hop, ReplicaCard, Target, WorkerCard
 
 __all__ = [
-    "CLOSED_S", "Channel", "Outgoing", "bytes_channel", "context_of_process", "coordinator_channel", "fan_out", "take_ready",
+    "Channel", "Outgoing", "bytes_channel", "context_of_process", "coordinator_channel", "fan_out", "take_ready",
     "worker_channel",
 ]  # fmt: skip
 

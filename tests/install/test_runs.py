@@ -72,3 +72,5 @@ def test_names_are_grouped_at_every_level_and_otherwise_stay_in_their_order() ->
     names = ["m.1.b", "h", "m.0.a", "m.1.a", "m.10.a", "m.0.b.c", "h.x"]
     assert grouped(names) == ["m.1.b", "m.1.a", "m.0.a", "m.0.b.c", "m.10.a", "h", "h.x"]
     assert grouped(sorted(names)) == sorted(names)
+    deep = "a" + ".a" * 5000  # deeper than Python recurses
+    assert grouped(["b", deep, "b.c"]) == ["b", "b.c", deep]
