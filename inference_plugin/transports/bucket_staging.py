@@ -63,7 +63,7 @@ class BucketStaging(Staging):
         self._stagings = 1 + others
         self.extra_bytes = self._stagings * sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
-        self.takes_late = relays is not None
+        self.takes_late = self._keeps_whole = relays is not None
         self._relay = BucketRelay(manifest, memory, relays.silence_s) if relays is not None else None
         self._arrived = threading.Condition()
         self._complete = False
@@ -74,11 +74,15 @@ class BucketStaging(Staging):
 
     def receive_pieces(self, pieces: Sequence[Piece], payload: memoryview) -> None:
         """As `receive`, for bytes that arrived without a message."""
+        self._take(checked_pieces(self._manifest, pieces, payload))
+
+    def _take(self, checked: Iterator[tuple[Piece, Bytes]]) -> None:
+        """Places pieces, each once it was compared with its digest."""
         with self._arrived:
             try:
                 if self._complete:
                     raise ProtocolError("a new bucket after the last one that was sealed")
-                for piece, data in checked_pieces(self._manifest, pieces, payload):
+                for piece, data in checked:
                     if self._place(piece.box, data):
                         self._received[piece.box] = piece.digest
                 self._refused = None
@@ -90,7 +94,7 @@ class BucketStaging(Staging):
 
     def _place(self, box: Box, data: Bytes) -> bool:
         """Copies what the worker needs of a piece to its place; False if it needs nothing of it."""
-        wanted = box if self._relay is not None else self._needs.get(box.tensor)
+        wanted = box if self._keeps_whole else self._needs.get(box.tensor)
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
         if part == box:
@@ -201,7 +205,9 @@ class BucketReceiver(Receiver):
         """The probe arrived: there is nothing else to test."""
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
-        relays = decode_as(description, RelayTerms) if description else None
+        return self._opened(manifest, needs, decode_as(description, RelayTerms) if description else None)
+
+    def _opened(self, manifest: Manifest, needs: Sequence[Box], relays: RelayTerms | None = None) -> BucketStaging:
         nbytes = max(manifest.layout.nbytes, mmap.PAGESIZE)
         memory, self._spare = self._spare, None
         if memory is None or memory.numel() != nbytes:

@@ -68,6 +68,7 @@ class Lane:
         self._stranded: tuple[Target, ...] = ()
         self._needs = {box.tensor: box for box in target.needs}
         self._pieces: list[Piece] = []
+        self._sizes: list[int] = []
         self._used_bytes = 0
         self._seq = 0
         self._packed: collections.deque[tuple[Bucket, memoryview | None]] = collections.deque()
@@ -119,7 +120,7 @@ class Lane:
             self.advance(wait=True)
 
     def add(self, piece: Piece, data: Bytes) -> None:
-        """Packs a piece if the worker needs any of it; sends the bucket once it is full."""
+        """Packs a piece, as `data`, if the worker needs any of it; sends the bucket once it is full."""
         wanted = self._needs.get(piece.box.tensor)
         if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
@@ -130,6 +131,7 @@ class Lane:
         self._buffers[0].memory[self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes
         self._pieces.append(piece)
+        self._sizes.append(data.nbytes)
 
     def flush(self) -> None:
         """Queues the bucket for sending, and turns to the next buffer once one is free."""
@@ -139,7 +141,7 @@ class Lane:
         bucket = Bucket(terms.group, terms.txn, terms.rank, self._seq, tuple(self._pieces))
         self._packed.append(self._message(bucket, self._buffers[0], self._used_bytes))
         self._seq += 1
-        self._pieces = []
+        self._pieces, self._sizes = [], []
         self._used_bytes = 0
         self._buffers.rotate(-1)
         self.advance(wait=len(self._packed) + (self._in_flight is not None) == len(self._buffers))

@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats, digested_pieces
 from inference_plugin.transports.bucket_staging import BucketReceiver
 from inference_plugin.transports.lanes import Lane, WriteTerms
+from inference_plugin.transports.pieces import Bytes
 from inference_plugin.transports.relay import RelayTerms
 from inference_plugin.transports.spread import FanOut, branches, classes_of, degree_of
 from inference_plugin.wire.codec import decode_as
@@ -63,10 +64,11 @@ class ZmqSender(Sender):
         stats = WriteStats()
         for piece, part in digested_pieces(delivery, stats):
             pieces.append(piece)
+            bytes_for = self._sent_as(delivery.manifest, piece, part)
             for lane in lanes:
                 with lane.failing():
-                    lane.add(piece, part)
-            del part  # before the next one is made
+                    lane.add(piece, bytes_for(lane.target))
+            del part, bytes_for  # before the next one is made
         started_s = time.perf_counter()
         for lane in lanes:
             with lane.failing():
@@ -107,6 +109,10 @@ class ZmqSender(Sender):
                     lane.feed(lane.below)
             lanes += siblings
         return lanes
+
+    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Target], Bytes]:
+        """What each worker is sent of a piece whose bytes are `part`."""
+        return lambda target: part
 
     def _make_lane(self, target: Target) -> Lane:
         return Lane(target, self.config)

@@ -231,6 +231,7 @@ def settled(tp2: Faulty, pids: Sequence[int]) -> int:
         ("shm", "copy", 0),
         ("zmq", "standby", 2),
         ("zmq", "copy", 2),
+        ("delta", "standby", 2),
         ("auto", "streaming", 0),
     ],
 )

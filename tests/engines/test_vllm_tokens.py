@@ -90,6 +90,17 @@ def check_life(
             almost[last][-1, -1] += 1
             for replica in manager.verify(ModuleAdapter(almost)).replicas:
                 assert replica.differ and all(last in words and "differs" in words for words in replica.differ)
+    near = weights(model_a)
+    for tensor in near.values():
+        tensor.view(-1)[::97] += 1
+    with SyncManager(install="copy" if zones else "standby", transport="delta", timeout_s=180) as manager:
+        for sent in (source(model_b), ModuleAdapter(near), source(model_a)):
+            version += 1
+            report = manager.update(sent, version)
+            assert [r.status for r in report.replicas] == ["committed"] * replicas
+            assert manager.verify(sent).ok
+        assert report.egress_bytes < 0.1 * replicas * report.bytes, "few elements of the third differ from the second's"
+        assert tokens(PROMPTS, COUNT) == reference(model_a)
     return version
 
 

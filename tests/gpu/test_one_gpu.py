@@ -165,7 +165,7 @@ def test_a_trainer_with_fsdp2_and_an_optimizer_is_followed_step_by_step(
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream"])
+@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "delta", "stream"])
 def test_an_update_waits_for_the_step_that_the_caller_has_only_queued(rig: Rig, transport: str) -> None:
     source = Trained(1)
     install = "streaming" if transport == "stream" else "standby"

@@ -72,7 +72,7 @@ def senders_memory(manager: SyncManager) -> Iterator[Any]:
             yield from (buffer.memory for lane in sender._lanes.values() for buffer in lane._buffers)
 
 
-WAYS = [*itertools.product(("shm", "zmq"), ("copy", "standby")), ("stream", "streaming")]
+WAYS = [*itertools.product(("shm", "zmq", "delta"), ("copy", "standby")), ("stream", "streaming")]
 
 
 @pytest.mark.parametrize(("transport", "install"), WAYS)

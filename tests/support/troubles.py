@@ -345,7 +345,7 @@ class Troubles(StormChecks[R]):
         install = self.chance.choice(("copy", "standby", "auto", "streaming"))
         return {
             "install": install,
-            "transport": self.chance.choice(("auto", "shm", "zmq")) if install != "streaming" else "auto",
+            "transport": self.chance.choice(("auto", "shm", "zmq", "delta")) if install != "streaming" else "auto",
             "catch_up": self.chance.choice(("never", "never", "auto")),
         }
 

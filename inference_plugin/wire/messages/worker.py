@@ -111,7 +111,8 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
     """Bytes, on a transport that sends them in messages: the payload frame holds the pieces one after the other, in C order.
 
     `seq` counts from 0 for each `rank` of the trainer. `lies_at`: where they lie instead, on a transport that shares its buffers
-    with the workers of its host; the answer says that they were read.
+    with the workers of its host; the answer says that they were read. `sizes`: how many bytes of the frame each piece takes, on a
+    transport that sends only what changed.
     """
 
     group: GroupName
@@ -120,6 +121,7 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
     seq: Count
     pieces: Pieces
     lies_at: Description = b""
+    sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
 
 
 class AskStands(msgspec.Struct, frozen=True, tag="ask_stands"):

@@ -1,0 +1,283 @@
+"""Buckets that carry only what changed since the last update: of each piece the elements that differ, and their new values.
+
+1. a rank keeps a copy of the bytes that it sent last, a worker the memory in which they were staged; both have one name;
+2. the worker's `Begun` says the name of what it holds. Where that is also what the rank holds, a piece travels as the elements
+   that changed. Elsewhere, and where these are many, it travels whole, as over `zmq`;
+3. the worker changes those elements, and compares the whole piece with the digest that the trainer made of the whole piece;
+4. bytes have a name once all of them were written (the rank's) and compared (the worker's). So the update after one that failed
+   sends everything.
+
+A piece of changes holds the gaps between the elements that changed (`uint16`, little-endian: elements between it and the one
+before, which did not change), and then their new values. Values, not differences: changes may be made twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from inference_plugin.transports.base import Delivery, Staging, Target, Transport, WriteStats
+from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
+from inference_plugin.transports.lanes import Buffer, Lane
+from inference_plugin.transports.pieces import Bytes
+from inference_plugin.transports.spread import FanOut
+from inference_plugin.transports.zmq import ZmqSender
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError
+from inference_plugin.wire.geometry import Box, Piece, box_volume
+from inference_plugin.wire.host_memory import check_fits
+from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
+from inference_plugin.wire.messages import Bucket
+from inference_plugin.wire.tensors import box_view, bytes_view
+
+__all__ = ["TRANSPORT", "changes_between", "make_changes"]
+
+NAME_BYTES = 16
+
+GAP_BYTES = 2
+LARGEST_GAP = 0xFFFF
+
+MOST_ELEMENTS = 1 << 27
+"""Of all pieces of a bucket. The worker compares them all before it answers, however little of them travels."""
+
+CHECKED_BYTES = 64 << 20
+"""A rank asks for free memory each time that its copy has grown by as much."""
+
+
+# --- what changed ----------------------------------------------------------------------------------------------------------
+
+
+def changes_between(old: Bytes, new: Bytes, item_bytes: int) -> Bytes | None:
+    """The changes that make `new` of `old`, which are as long: elements of `item_bytes` bytes. None if they take more than half
+    of the bytes of `new`: then making them takes longer than copying all."""
+    kind = _element(item_bytes)
+    values = new.view(kind)
+    at = np.flatnonzero(values != old.view(kind))
+    if 2 * at.size * (GAP_BYTES + kind.itemsize) > new.nbytes:
+        return None
+    gaps = np.diff(at, prepend=-1) - 1
+    if gaps.size and gaps.max() > LARGEST_GAP:  # elements between that did not change shorten it
+        at = np.union1d(at, np.arange(LARGEST_GAP, at[-1], LARGEST_GAP + 1))
+        gaps = np.diff(at, prepend=-1) - 1
+    return np.concatenate([gaps.astype("<u2").view(np.uint8), values[at].view(np.uint8)])
+
+
+def make_changes(data: Bytes, changes: Bytes, item_bytes: int) -> None:
+    """Makes `changes_between` in `data`, in place. Raises `ProtocolError` for changes that are none of so many bytes, and then
+    leaves `data` as it was."""
+    kind = _element(item_bytes)
+    count, odd = divmod(changes.nbytes, GAP_BYTES + kind.itemsize)
+    if odd:
+        raise ProtocolError(f"{changes.nbytes} bytes are no changes of elements of {item_bytes} bytes")
+    gaps = changes[: count * GAP_BYTES].view("<u2")
+    at = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if count and at[-1] * kind.itemsize >= data.nbytes:
+        raise ProtocolError(f"a change of element {at[-1]} in {data.nbytes} bytes")
+    data.view(kind)[at] = changes[count * GAP_BYTES :].view(kind)
+
+
+def _element(item_bytes: int) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(f"<u{min(item_bytes, 8)}")
+
+
+# --- the worker's side -----------------------------------------------------------------------------------------------------
+
+
+class Named(msgspec.Struct, frozen=True):
+    """The description of an update: what its bytes will be called."""
+
+    name: Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+
+
+class Base(NamedTuple):
+    """Bytes that the trainer's ranks can send the changes of: pieces that were compared, where they lie in `memory`."""
+
+    name: bytes
+    fingerprint: str
+    needs: Sequence[Box]
+    memory: torch.Tensor
+    boxes: frozenset[Box]
+
+
+class DeltaStaging(BucketStaging):
+    """Its `landing` is the name of the bytes that the worker holds, b"" for none."""
+
+    def follow(self, name: bytes, base: Base | None, becomes: Callable[[Base | None], None]) -> None:
+        """Before the first bucket. `name`: what its bytes will be called. `becomes` hears of the base of the next update: of none
+        as soon as bytes arrive, and of these once all were compared."""
+        self._name, self._base, self._becomes = name, base, becomes
+        self._is_named = False
+        self._keeps_whole = True
+        self.landing = base.name if base is not None else b""
+
+    def receive(self, bucket: Bucket, payload: memoryview) -> None:
+        self._becomes(None)
+        self._take(self._made(bucket, payload))
+
+    def _made(self, bucket: Bucket, payload: memoryview) -> Iterator[tuple[Piece, Bytes]]:
+        """The pieces of a bucket, whole, each compared with its digest."""
+        manifest = self._manifest
+        if len(bucket.sizes) != len(bucket.pieces) or sum(bucket.sizes) != len(payload):
+            raise ProtocolError(
+                f"a bucket of {len(payload)} bytes with {len(bucket.pieces)} pieces, whose {len(bucket.sizes)} sizes make "
+                f"{sum(bucket.sizes)}"
+            )
+        rest = np.frombuffer(payload, dtype=np.uint8)
+        for piece, size in zip(bucket.pieces, bucket.sizes, strict=True):
+            data, rest = rest[:size], rest[size:]
+            if size != manifest.box_nbytes(manifest.check_box(piece.box)):
+                data = self._changed(piece.box, data)
+            if digest_bytes(data) != piece.digest:
+                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+            yield piece, data
+
+    def _changed(self, box: Box, changes: Bytes) -> Bytes:
+        base, manifest = self._base, self._manifest
+        if base is None or box not in base.boxes:
+            raise ProtocolError(
+                f"changes of {manifest.describe(box)} came, and this worker holds nothing that they change"
+            )
+        data = bytes_view(box_view(base.memory, manifest, box).contiguous()).numpy().copy()
+        make_changes(data, changes, DTYPE_BYTES[manifest.tensors[box.tensor].dtype])
+        return data
+
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
+        nbytes = super().check(manifest, pieces, between, threads)
+        if self._is_named:  # the way back, which is compared again before it is taken
+            return nbytes
+        assert self._memory is not None
+        self._is_named = True
+        boxes = frozenset(self._received)
+        self._becomes(Base(self._name, manifest.fingerprint, tuple(self._needs.values()), self._memory, boxes))
+        return nbytes
+
+
+class DeltaReceiver(BucketReceiver):
+    """Remembers what the memory of the last transaction holds."""
+
+    staging = DeltaStaging
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._base: Base | None = None
+
+    def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
+        name = decode_as(description, Named).name
+        staging = self._opened(manifest, needs)
+        assert isinstance(staging, DeltaStaging)
+        base = self._base
+        if base is not None and (base.fingerprint, base.needs) != (manifest.fingerprint, tuple(needs)):
+            base = None
+        staging.follow(name, base, self._becomes)
+        return staging
+
+    def drop_kept(self) -> None:
+        self._base = None
+        super().drop_kept()
+
+    def close(self) -> None:
+        self._base = None
+        super().close()
+
+    def _becomes(self, base: Base | None) -> None:
+        self._base = base
+
+
+# --- the trainer's side ----------------------------------------------------------------------------------------------------
+
+
+class DeltaLane(Lane):
+    """A lane whose buckets say what each piece takes of them."""
+
+    _elements = 0
+
+    def add(self, piece: Piece, data: Bytes) -> None:
+        volume = box_volume(piece.box)
+        if self._elements + volume > MOST_ELEMENTS:
+            self.flush()
+        self._elements = volume + (self._elements if self._pieces else 0)
+        super().add(piece, data)
+
+    def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
+        return super()._message(msgspec.structs.replace(bucket, sizes=tuple(self._sizes)), buffer, nbytes)
+
+
+class DeltaSender(ZmqSender):
+    """Keeps a copy of what this rank sent last, in the host's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Box, Bytes] = {}
+        self._fingerprint = ""
+        """Of the manifest whose boxes these are."""
+        self._name = b""
+        """What workers call these bytes; b"" unless all of them were written."""
+        self._before: dict[Box, Bytes] = {}
+        self._before_name = b""
+        """The same of the update before, while one is being written."""
+        self._unasked_bytes = 0
+
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
+        """Every worker is sent its own, of which it may hold something else than another."""
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        super().allocate(manifest, busy)
+        return msgspec.msgpack.encode(Named(secrets.token_bytes(NAME_BYTES)))
+
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        fingerprint = delivery.manifest.fingerprint
+        follows = self._name and fingerprint == self._fingerprint
+        self._before, self._before_name = (self._kept, self._name) if follows else ({}, b"")
+        self._kept, self._name, self._fingerprint = {}, b"", fingerprint
+        try:
+            pieces, stats = super().write(dataclasses.replace(delivery, description=b""))
+        finally:
+            self._before = {}
+        self._name = decode_as(delivery.description, Named).name
+        stats.held_bytes += sum(kept.nbytes for kept in self._kept.values())
+        return pieces, stats
+
+    def close(self) -> None:
+        super().close()
+        self._kept, self._name = {}, b""
+
+    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Target], Bytes]:
+        item_bytes = DTYPE_BYTES[manifest.tensors[piece.box.tensor].dtype]
+        kept, changes = self._before.pop(piece.box, None), None
+        if kept is None:
+            self._ask_for_memory(part.nbytes)
+            kept = part.copy()
+        elif (changes := changes_between(kept, part, item_bytes)) is None:
+            np.copyto(kept, part)
+        else:
+            make_changes(kept, changes, item_bytes)
+        self._kept[piece.box] = kept
+        return lambda target: part if changes is None or target.landing != self._before_name else changes
+
+    def _ask_for_memory(self, nbytes: int) -> None:
+        self._unasked_bytes -= nbytes
+        if self._unasked_bytes < 0:
+            self._unasked_bytes = max(nbytes, CHECKED_BYTES)
+            check_fits(self._unasked_bytes, "a copy of what was sent last", "transport='zmq' keeps none")
+
+    def _make_lane(self, target: Target) -> Lane:
+        return DeltaLane(target, self.config)
+
+
+TRANSPORT = Transport(
+    name="delta",
+    summary="as zmq, and only what changed since the last update: for networks",
+    preference=92,
+    why_not=lambda: None,
+    sender=DeltaSender,
+    receiver=DeltaReceiver,
+    copies_per_byte=5,  # as zmq, where everything changed
+    sends=True,
+)

@@ -1,0 +1,369 @@
+"""Only what changed travels, over real sockets to a real worker; and whatever happened before, what is sealed is bit for bit what
+the trainer meant."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_plugin.transports.base import Delivery, Target
+from inference_plugin.transports.delta import TRANSPORT, DeltaSender, changes_between, make_changes
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.messages import (
+    Abort,
+    Begin,
+    Begun,
+    Bucket,
+    Done,
+    GroupOpened,
+    OpenGroup,
+    Release,
+    Sealed,
+    Sender,
+)
+from inference_plugin.wire.tensors import bytes_view
+from tests.support.worker import KeepingInstaller, Worker
+from tests.transports.cases import (
+    CASES,
+    any_bits,
+    assert_equal_bytes,
+    block_slices,
+    column_slices,
+    manifest_for,
+    whole_slices,
+)
+
+FAR_S = 3600.0
+
+NAME = msgspec.msgpack.encode({"name": bytes(16)})
+
+Cut = Callable[[dict[str, torch.Tensor]], Iterator[Any]]
+
+
+# --- changes -----------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    item_bytes=st.sampled_from([1, 2, 4, 8, 16]),
+    count=st.sampled_from([0, 1, 3, 1000, 65_535, 65_536, 65_537, 300_000]),
+    at=st.lists(st.floats(0, 1, exclude_max=True), max_size=6),
+    seed=st.integers(0, 2**32),
+)
+def test_changes_make_the_new_bytes_of_the_old_ones_wherever_they_lie_and_may_be_made_twice(
+    item_bytes: int, count: int, at: list[float], seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    old = chance.integers(0, 256, count * item_bytes, dtype=np.uint8)
+    new = old.copy()
+    for where in {int(each * count) for each in at if count}:
+        new[where * item_bytes + chance.integers(item_bytes)] ^= chance.integers(1, 256, dtype=np.uint8)
+    changes = changes_between(old, new, item_bytes)
+    if changes is None:
+        assert count <= 6 * 4, "few changes of many bytes take less"
+        return
+    assert changes.nbytes <= new.nbytes // 2 and (changes.nbytes > 0) == bool((old != new).any())
+    for _ in range(2):
+        make_changes(old, changes, item_bytes)
+        assert np.array_equal(old, new)
+
+
+def test_many_changes_are_sent_whole() -> None:
+    old, new = np.zeros(1000, np.uint8), np.ones(1000, np.uint8)
+    assert changes_between(old, new, 2) is None
+
+
+@given(data=st.binary(max_size=64), item_bytes=st.sampled_from([1, 2, 4, 8]), count=st.integers(0, 40))
+def test_bytes_that_are_no_changes_are_a_typed_error_and_change_nothing_else(
+    data: bytes, item_bytes: int, count: int
+) -> None:
+    held = np.zeros(count * item_bytes, np.uint8)
+    before = held.copy()
+    try:
+        make_changes(held, np.frombuffer(data, np.uint8), item_bytes)
+    except ProtocolError:
+        assert np.array_equal(held, before)
+    else:
+        assert len(data) % (2 + item_bytes) == 0
+        assert np.count_nonzero((held != before).reshape(-1, item_bytes).any(1)) <= len(data) // (2 + item_bytes)
+
+
+# --- updates, one after the other -------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A trainer's ranks and the workers that they send to."""
+
+    def __init__(self, workers: Sequence[Worker], *, ranks: int = 1, cut: Cut = whole_slices) -> None:
+        self.workers = list(workers)
+        self.cut = cut
+        self.senders = [DeltaSender() for _ in range(ranks)]
+        self.number = 0
+
+    def write(self, tensors: dict[str, torch.Tensor], *, only: Sequence[int] | None = None) -> tuple[list[Piece], int]:
+        """Begins an update and writes it; returns its pieces, and the bytes that travelled. `only`: the ranks that write."""
+        self.number += 1
+        self.txn, self.manifest = f"t{self.number}", manifest_for(tensors)
+        names = self.names = self.senders[0].allocate(self.manifest, frozenset())
+        targets = tuple(self._begun(worker, names) for worker in self.workers)
+        slices = list(self.cut(tensors))
+        pieces, sent = [], 0
+        for rank, sender in enumerate(self.senders):
+            if only is not None and rank not in only:
+                continue
+            mine = iter(slices[rank :: len(self.senders)])
+            far_s = time.monotonic() + FAR_S
+            written, stats = sender.write(
+                Delivery(self.txn, "policy", rank, self.manifest, names, mine, targets, far_s)
+            )
+            for error in stats.lost.values():
+                raise error
+            pieces += written
+            sent += stats.sent_bytes
+        return pieces, sent
+
+    def seal(self, worker: Worker, pieces: list[Piece]) -> None:
+        with worker.channel() as channel:
+            while not channel.request(worker.seal(self.txn, pieces), Sealed, timeout_s=30).done:
+                pass
+
+    def update(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Commits on all workers, and looks at what they hold. Returns the bytes that travelled."""
+        pieces, sent = self.write(tensors)
+        for worker in self.workers:
+            self.seal(worker, pieces)
+        for worker in self.workers:
+            worker.commit(self.txn, self.number)
+            assert_equal_bytes(worker.installer.installed, tensors)
+        return sent
+
+    def abort(self) -> None:
+        for worker in self.workers:
+            with worker.channel() as channel:
+                channel.request(Abort("policy", self.txn), Done, timeout_s=30)
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+    def _begun(self, worker: Worker, names: bytes) -> Target:
+        with worker.channel() as channel:
+            channel.request(OpenGroup("policy", self.manifest, "delta"), GroupOpened, timeout_s=30)
+            request = Begin("policy", self.txn, self.number, Sender("s"), FAR_S, self.manifest.fingerprint, names)
+            begun = channel.request(request, Begun, timeout_s=30)
+        return msgspec.structs.replace(worker.target(self.manifest), landing=begun.landing)
+
+
+@pytest.fixture
+def worker(directory: Path) -> Iterator[Worker]:
+    one = Worker(f"ipc://{directory}/w")
+    yield one
+    one.close()
+
+
+def changed(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.01) -> dict[str, torch.Tensor]:
+    """About that share of the elements, and one at least where there is any, with other bits."""
+    chance = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous().clone()
+        if whole.numel():
+            items = bytes_view(whole).view(whole.numel(), whole.element_size())
+            hit = torch.rand(whole.numel(), generator=chance) < share
+            hit[torch.randint(whole.numel(), (1,), generator=chance)] = True
+            items[hit] ^= 1
+        result[name] = whole
+    return result
+
+
+@pytest.mark.parametrize("cut", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_changed_is_installed_bit_for_bit(worker: Worker, case: str, cut: Cut) -> None:
+    tensors = CASES[case]()
+    pair = Pair([worker], ranks=2, cut=cut)
+    whole = pair.update(tensors)
+    assert whole == manifest_for(tensors).nbytes
+    for seed in range(3):
+        tensors = changed(tensors, seed)
+        assert pair.update(tensors) <= whole
+    pair.close()
+
+
+def test_one_hundredth_of_the_elements_takes_a_fiftieth_of_the_bytes_and_nothing_takes_none(worker: Worker) -> None:
+    tensors = {"w": any_bits(torch.bfloat16, 1000, 1000), "b": any_bits(torch.bfloat16, 1000)}
+    pair = Pair([worker])
+    whole = pair.update(tensors)
+    assert pair.update(tensors) == 0
+    tensors = changed(tensors, 1)
+    assert 0 < pair.update(tensors) < 0.025 * whole
+    tensors = {**tensors, "b": any_bits(torch.bfloat16, 1000, seed=5)}
+    assert pair.update(tensors) == 2000, "what changed in most places travels whole, the rest not at all"
+    pair.close()
+
+
+def test_a_worker_that_lacks_the_bytes_before_is_sent_all_and_another_only_what_changed(directory: Path) -> None:
+    workers = [Worker(f"ipc://{directory}/{name}") for name in "ab"]
+    tensors = {"w": any_bits(torch.bfloat16, 100, 1000)}
+    pair = Pair(workers[:1])
+    assert pair.update(tensors) == 200_000
+    pair.workers = workers  # one more
+    tensors = changed(tensors, 1)
+    assert 200_000 < pair.update(tensors) < 1.05 * 200_000
+    tensors = changed(tensors, 2)
+    assert pair.update(tensors) < 0.1 * 200_000
+    with workers[0].channel() as channel:
+        channel.request(Release("policy"), Done, timeout_s=30)  # it frees what it kept
+    tensors = changed(tensors, 3)
+    assert 200_000 < pair.update(tensors) < 1.05 * 200_000
+    pair.senders = [DeltaSender()]  # the trainer begins anew
+    assert pair.update(changed(tensors, 4)) == 400_000
+    pair.close()
+    for worker in workers:
+        worker.close()
+
+
+def test_the_update_after_one_that_did_not_come_whole_sends_all(worker: Worker) -> None:
+    tensors = {"a": any_bits(torch.bfloat16, 100, 1000), "b": any_bits(torch.bfloat16, 100, 1000, seed=1)}
+    pair = Pair([worker], ranks=2)
+    assert pair.update(tensors) == 400_000
+    pair.write(changed(tensors, 1), only=[0])
+    pair.abort()
+    tensors = changed(tensors, 2)
+    assert pair.update(tensors) == 400_000
+    assert pair.update(changed(tensors, 3)) < 0.1 * 400_000
+    pair.close()
+
+
+@pytest.mark.parametrize("updates", [150, pytest.param(1000, marks=pytest.mark.full)])
+def test_updates_with_faults_between_are_exact(directory: Path, updates: int) -> None:
+    """Updates that are dropped after any step, workers and ranks that begin anew, other shapes and cuts, and the way back kept or
+    not: two memories in turn, or one."""
+    chance = random.Random(7)
+    makers = [lambda _: KeepingInstaller(keeps_previous=True), lambda _: KeepingInstaller()]
+    workers = [Worker(f"ipc://{directory}/w{i}", makers[i % 2]) for i in range(2)]
+    shapes = [{"a": (40, 30), "b": (77,), "c": (3, 5, 7)}, {"a": (40, 30), "b": (60,), "c": (3, 5, 7)}]
+    dtypes = {"a": torch.bfloat16, "b": torch.float8_e4m3fn, "c": torch.float32}
+    tensors = {name: any_bits(dtypes[name], *shape) for name, shape in shapes[0].items()}
+    pair = Pair(workers, ranks=2, cut=column_slices)
+    sent = {"whole": 0, "changes": 0}
+    for number in range(updates):
+        fault = chance.choices(
+            ["none", "one rank", "written", "sealed by one", "sealed", "new worker", "new rank", "shape", "cut"],
+            [60, 2, 2, 2, 2, 1, 1, 1, 1],
+        )[0]
+        tensors = changed(tensors, number, chance.choice([0.0, 0.001, 0.02, 0.6]))
+        if fault in ("one rank", "written", "sealed by one", "sealed"):
+            pieces, _ = pair.write(tensors, only=[chance.randrange(2)] if fault == "one rank" else None)
+            for worker in pair.workers[: {"sealed by one": 1, "sealed": 2}.get(fault, 0)]:
+                pair.seal(worker, pieces)
+            pair.abort()
+        elif fault == "new worker":
+            index = chance.randrange(2)
+            pair.workers[index].close()
+            pair.workers[index] = Worker(f"ipc://{directory}/again{number}", makers[index])
+        elif fault == "new rank":
+            index = chance.randrange(2)
+            pair.senders[index].close()
+            pair.senders[index] = DeltaSender()
+        elif fault == "shape":
+            new = shapes[chance.randrange(2)]
+            tensors = {name: any_bits(dtypes[name], *shape, seed=number) for name, shape in new.items()}
+        elif fault == "cut":
+            pair.cut = chance.choice([whole_slices, column_slices, block_slices])
+        nbytes = 2 * manifest_for(tensors).nbytes
+        sent["whole" if pair.update(tensors) == nbytes else "changes"] += 1
+    assert sent["changes"] > updates / 2, sent
+    pair.close()
+    for worker in pair.workers:
+        worker.close()
+
+
+# --- what doesn't belong to an update -----------------------------------------------------------------------------------------
+
+
+BOX = Box(0, (0,), (8,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "payload", "error", "words"),
+    [
+        ((), bytes(16), ProtocolError, "0 sizes"),
+        ((16, 0), bytes(16), ProtocolError, "2 sizes"),
+        ((15,), bytes(16), ProtocolError, "sizes make 15"),
+        ((1 << 61,), bytes(16), ProtocolError, "sizes make"),
+        ((4,), bytes(4), ProtocolError, "nothing that they change"),
+        ((32,), bytes(32), ProtocolError, "nothing that they change"),
+        ((16,), bytes(16), DigestMismatch, "not what the trainer sent"),
+    ],
+)
+def test_a_bucket_that_cannot_be_right_is_a_typed_error(
+    worker: Worker, sizes: tuple[int, ...], payload: bytes, error: type[WeightwireError], words: str
+) -> None:
+    manifest = manifest_for({"w": any_bits(torch.bfloat16, 8)})
+    with worker.channel() as channel:
+        channel.request(OpenGroup("policy", manifest, "delta"), GroupOpened, timeout_s=30)
+        begin = Begin("policy", "t", 1, Sender("s"), FAR_S, manifest.fingerprint, NAME)
+        assert channel.request(begin, Begun, timeout_s=30) == Begun()
+        bucket = Bucket("policy", "t", 0, 0, (Piece(BOX, digest_bytes(b"other")),), sizes=sizes)
+        with pytest.raises(error, match=words):
+            channel.request(bucket, Done, payload=payload, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (bytes(3), ProtocolError),
+        (b"\xff\xff\0\0", ProtocolError),
+        (b"\x07\0\0\0\0\0\0\0", ProtocolError),
+        (b"", DigestMismatch),
+        (b"\x02\0\x01\x01", DigestMismatch),
+    ],
+    ids=["odd", "too far", "too many", "no change", "another change"],
+)
+def test_changes_that_do_not_make_what_the_trainer_meant_are_refused_and_the_next_update_sends_all(
+    worker: Worker, changes: bytes, error: type[WeightwireError]
+) -> None:
+    tensors = {"w": any_bits(torch.bfloat16, 8)}
+    pair = Pair([worker])
+    pair.update(tensors)
+    with worker.channel() as channel:
+        begin = Begin("policy", "u", 2, Sender("s"), FAR_S, pair.manifest.fingerprint, NAME)
+        assert channel.request(begin, Begun, timeout_s=30) == Begun(landing=msgspec.msgpack.decode(pair.names)["name"])
+        bucket = Bucket("policy", "u", 0, 0, (Piece(BOX, digest_bytes(b"other")),), sizes=(len(changes),))
+        with pytest.raises(error):
+            channel.request(bucket, Done, payload=changes, timeout_s=30)
+    pair.number = 2
+    assert pair.update(tensors) == 16, "what the worker held is not known to be what it was"
+    pair.close()
+
+
+def test_a_name_of_another_length_is_a_typed_error(worker: Worker) -> None:
+    manifest = manifest_for({"w": any_bits(torch.bfloat16, 8)})
+    with worker.channel() as channel:
+        channel.request(OpenGroup("policy", manifest, "delta"), GroupOpened, timeout_s=30)
+        with pytest.raises(ProtocolError, match="truncated"):
+            channel.request(Begin("policy", "t", 1, Sender("s"), FAR_S, manifest.fingerprint), Begun, timeout_s=30)
+
+
+def test_a_copy_that_does_not_fit_is_refused_with_both_numbers(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_plugin.wire.host_memory.free_host_bytes", lambda: 1 << 20)
+    sender = TRANSPORT.sender()
+    sender.config = Config()
+    tensors = {"w": any_bits(torch.bfloat16, 1 << 20)}
+    manifest = manifest_for(tensors)
+    with pytest.raises(TransportUnavailable, match="64 MiB does not fit: 1 MiB are free") as raised:
+        sender.write(Delivery("t", "policy", 0, manifest, NAME, whole_slices(tensors), (), time.monotonic() + FAR_S))
+    assert "transport='zmq'" in raised.value.hint
+    sender.close()
