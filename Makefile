@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-gpu bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs site lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-gpu bench-batch bench-trainers bench-scale bench-network bench-replicas plots simulate versions models docs site lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench-batch: setup ## measure rows from owners to consumers against msgpack, Ray
 
 bench-scale: setup ## simulate 1 to 256 replicas with each fan-out and measure the control plane; writes benchmarks/results/scale.json
 	@$(PY) -m benchmarks.scale $(ARGS)
+
+bench-network: setup ## measure updates over a link of 1 and 10 Gbit/s, everything and only what changed; writes benchmarks/results/network.json
+	@$(PY) -m benchmarks.network $(ARGS)
 
 bench-replicas: setup ## measure 1 to 3 replicas of one host, by one segment and by a zone of each; writes benchmarks/results/replicas.json
 	@$(PY) -m benchmarks.replicas $(ARGS)

@@ -155,6 +155,23 @@ def replicas(rows: list[Row]) -> str:
     return _table(["replicas", "way", "update", "the trainer waits", "stopped", "held"], lines)
 
 
+def network(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        way, _, share = row["way"].partition(" ")
+        said = {"zmq": "`zmq`", "delta": f"`delta`, {float(share) * 100:g} % changed" if way == "delta" else ""}
+        lines.append(
+            [
+                f"{row['gbit']:g} Gbit/s",
+                said.get(way, WAYS["bucketed gloo broadcast + load_weights"]),
+                f"{row['seconds']:.2f} s",
+                _ms(row["stopped_s"]),
+                f"{row['sent_bytes'] / 1e6:.0f} MB",
+            ]
+        )
+    return _table(["link", "way", "update", "stopped", "sent"], lines)
+
+
 def reloads(rows: list[Row]) -> str:
     lines = [
         [
@@ -214,6 +231,7 @@ FIGURES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "decoding-vllm": ("decoding", decoding("vllm")),
     "decoding-sglang": ("decoding", decoding("sglang")),
     "replicas": ("replicas", replicas),
+    "network": ("network", network),
     "reload": ("reload", reloads),
     "trainers": ("trainers", trainers),
     "batch": ("batch", batches),

@@ -97,6 +97,7 @@ class Trainer:
             "install": replica.install,
             "mechanism": replica.mechanism,
             "held_bytes": report.held_bytes,
+            "egress_bytes": report.egress_bytes,
         }
 
     def verify(self) -> bool:
@@ -113,6 +114,14 @@ class Trainer:
             for p in self.model.parameters():
                 local = p.to_local() if isinstance(p, DTensor) else p
                 local.add_(0.001)
+        dist.barrier()
+
+    def change(self, share: float) -> None:
+        """Changes about that share of the elements, drawn at random, by the smallest step of bfloat16."""
+        for p in self.model.parameters():
+            local = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            bits = local.view(torch.int16).view(-1)
+            bits[torch.randint(bits.numel(), (round(bits.numel() * share),))] ^= 1
         dist.barrier()
 
     def copy(self, threads: int) -> list[float]:

@@ -114,6 +114,8 @@ class DeltaStaging(BucketStaging):
         as soon as bytes arrive, and of these once all were compared."""
         self._name, self._base, self._becomes = name, base, becomes
         self._is_named = False
+        self._lies: Bytes | None = None
+        """The piece that was changed where it lies."""
         self._keeps_whole = True
         self.landing = base.name if base is not None else b""
 
@@ -144,9 +146,18 @@ class DeltaStaging(BucketStaging):
             raise ProtocolError(
                 f"changes of {manifest.describe(box)} came, and this worker holds nothing that they change"
             )
-        data = bytes_view(box_view(base.memory, manifest, box).contiguous()).numpy().copy()
+        before = box_view(base.memory, manifest, box)
+        data = bytes_view(before.contiguous()).numpy()
+        if before.is_contiguous():
+            if base.memory is self._memory:
+                self._lies = data
+            else:
+                data = data.copy()
         make_changes(data, changes, DTYPE_BYTES[manifest.tensors[box.tensor].dtype])
         return data
+
+    def _place(self, box: Box, data: Bytes) -> bool:
+        return data is self._lies or super()._place(box, data)
 
     def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         nbytes = super().check(manifest, pieces, between, threads)

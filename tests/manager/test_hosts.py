@@ -102,6 +102,34 @@ def test_a_manager_that_is_killed_and_started_again_finds_out_where_everyone_sta
     assert holds(fourth, cluster.version), "from another host, between updates"
 
 
+def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything_travels() -> None:
+    with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
+        curve.make_key(directory / "key")
+        environment = {
+            curve.VARIABLE: str(directory / "key"),
+            "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
+            "WEIGHTWIRE_SILENCE_S": "2",
+        }
+        trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport="delta")
+        first = HostedReplica(hosts[1], directory / "a", environment, tp=2)
+        second = HostedReplica(hosts[2], directory / "b", environment)
+        assert len(trainer.ask("wait", count=2)) == 2
+        for version, seed in ((1, 1), (2, 1), (3, 3), (4, 3)):  # half of them change nothing
+            report = trainer.ask("update", version=version, seed=seed)
+            assert sorted(report.values()) == [["committed", "delta", ""]] * 2
+            assert holds(first, seed) and holds(second, seed)
+        second.host.cut()
+        trainer.ask("update", version=5)
+        assert holds(first, 5) and holds(second, 3)
+        second.host.restore()
+        assert len(trainer.ask("wait", count=2)) == 2
+        eventually(lambda: holds(second, 5), "the one that was cut off caught up")
+        for version, seed in ((6, 5), (7, 7)):
+            report = trainer.ask("update", version=version, seed=seed)
+            assert sorted(report.values()) == [["committed", "delta", ""]] * 2
+            assert holds(first, seed) and holds(second, seed)
+
+
 def test_hosts_that_trust_a_network_take_updates_by_collective_and_a_lost_one_costs_one_update() -> None:
     with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
         curve.make_key(directory / "key")

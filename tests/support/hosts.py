@@ -171,7 +171,8 @@ def serve_trainer(transport: str) -> None:
             request = json.loads(line)
             try:
                 if request["do"] == "update":
-                    report = manager.update(ShardSource(checkpoint(request["version"])), request["version"])
+                    seed = request.get("seed", request["version"])
+                    report = manager.update(ShardSource(checkpoint(seed)), request["version"])
                     answer: Any = {
                         r.replica: [
                             r.status,

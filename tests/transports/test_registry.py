@@ -115,7 +115,8 @@ def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch)
     with pytest.raises(TransportUnavailable, match="no transport can be used here") as raised:
         registry.available_transports()
     assert (
-        "available: none; not available: cuda_ipc: no GPU; zone: no swap; shm: no memfd; zmq: no sockets; delta: no memory; collective: no gloo; "
+        "available: none; not available: cuda_ipc: no GPU; zone: no swap; shm: no memfd; zmq: no sockets; delta: no memory; "
+        "collective: no gloo; "
         "stream: no standing" in raised.value.hint
     )
 
