@@ -97,12 +97,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: Annotated[
         Size,
         _for(
-            "trainer", "size of a bucket of `zmq` or `stream`, of a broadcast of `collective`, of a gathering of LoRA"
+            "trainer",
+            "size of a bucket of `zmq`, `delta` or `stream`, of a broadcast of `collective`, of a gathering of LoRA",
         ),
     ] = 8 << 20
     buffers: Annotated[
         Buffers,
-        _for("trainer", "number of buckets for each worker of `zmq` and `stream`: in flight, packed, being packed"),
+        _for(
+            "trainer",
+            "number of buckets for each worker of `zmq`, `delta` and `stream`: in flight, packed, being packed",
+        ),
     ] = 2
     collective_backend: Annotated[
         Backend,

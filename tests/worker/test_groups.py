@@ -522,7 +522,9 @@ def test_a_refused_first_opening_leaves_no_group(directory: Path) -> None:
 def test_an_unknown_transport_is_refused_with_those_there_are(worker: Worker, trainer: Driver) -> None:
     with pytest.raises(TransportUnavailable, match="no transport is named 'pigeon'") as raised:
         trainer.open("pigeon")
-    assert raised.value.hint.startswith("available: zone, shm, zmq, collective, stream; not available: cuda_ipc: ")
+    assert raised.value.hint.startswith(
+        "available: zone, shm, zmq, delta, collective, stream; not available: cuda_ipc: "
+    )
     assert worker.table.statuses() == ()
 
 
