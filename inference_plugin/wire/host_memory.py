@@ -4,13 +4,15 @@ address space and a host that promises no more memory than it has leave it."""
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["check_fits", "free_host_bytes", "gives_large_shared_pages", "large_pages"]
+__all__ = ["PROMISED", "check_fits", "free_host_bytes", "gives_large_shared_pages", "large_pages"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 """Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html), and those of version 1 that
@@ -35,6 +37,43 @@ def check_fits(nbytes: int, what: str, hint: str) -> None:
     """Raises `TransportUnavailable`, which names both numbers, unless `nbytes` are free."""
     if nbytes > (free := free_host_bytes()):
         raise TransportUnavailable(f"{what} of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free", hint=hint)
+
+
+class Promised:
+    """Bytes that threads of this process are about to fill, all of them together: what one will fill is not free for another."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)  # those threads are the parent's
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._nbytes = 0
+
+    def promise(self, sizes: Sequence[int], spared_bytes: int = 0) -> dict[int, int]:
+        """Promises memory for each of `sizes` that fits into what is free, less `spared_bytes`, until it is `fulfilled`. Returns
+        the numbers of the others, each with the bytes that were left for it."""
+        refused: dict[int, int] = {}
+        with self._lock:
+            try:
+                left = free_host_bytes() - self._nbytes - spared_bytes
+            except OSError:  # no descriptor is free to look with
+                left = 1 << 63
+            for number, nbytes in enumerate(sizes):
+                if nbytes > left:
+                    refused[number] = left
+                else:
+                    left -= nbytes
+                    self._nbytes += nbytes
+        return refused
+
+    def fulfilled(self, nbytes: int) -> None:
+        """These bytes were filled, and so are no longer free; or nobody will fill them."""
+        with self._lock:
+            self._nbytes -= nbytes
+
+
+PROMISED = Promised()
 
 
 def large_pages() -> str:

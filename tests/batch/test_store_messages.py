@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.processes import start_ticks
-from inference_plugin.wire import codec
+from inference_plugin.wire import codec, host_memory
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import FetchFailed
+from inference_plugin.wire.errors import FetchFailed, TransportUnavailable
 from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import (
     PROTOCOL_VERSION,
@@ -315,3 +315,35 @@ def test_what_one_owner_s_rows_will_fill_is_not_free_for_those_of_another(held: 
         fetched(large, *(msgspec.structs.replace(elsewhere(store.owner), id=name) for name in ("a", "b")))
     failures = {failure.owner: str(failure.error) for failure in raised.value.failures}
     assert "does not have it" in failures["a"] and f"{16 * items} bytes by its entry" in failures["b"]
+
+
+def test_what_one_fetch_will_fill_is_free_for_no_other_and_for_no_put_until_it_ends(
+    held: tuple[Store, Entry, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, entry, _ = held
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 100 * MIB)
+
+    def why(mib: int, owner: Owner) -> str:
+        nbytes = mib * MIB
+        large = msgspec.structs.replace(
+            entry, shard=ShardId("a", "k"), item_shape=(nbytes // 16,), nbytes=nbytes, owner=owner.id
+        )
+        with pytest.raises(FetchFailed) as raised:
+            fetched([large], owner, timeout_s=LONG_S)
+        return str(raised.value)
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        silent = Owner("silent", f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+        fetch = threading.Thread(target=why, args=(60, silent), daemon=True)
+        fetch.start()
+        asker, *_ = socket.recv_multipart()
+        rows = {"k": torch.ones(1, 40 * MIB, dtype=torch.uint8)}
+        assert "41943040 bytes of memory are left for it here" in why(60, elsewhere(store.owner))
+        assert "does not have it" in why(30, elsewhere(store.owner))
+        with Store(budget_bytes=64 * MIB) as other:
+            with pytest.raises(TransportUnavailable, match="rows of 72 MiB does not fit: 40 MiB are free"):
+                other.put("t", rows)
+            socket.send_multipart([asker, b"garbage"])
+            fetch.join(LONG_S)
+            other.put("t", rows)
+    assert "does not have it" in why(60, elsewhere(store.owner))

@@ -213,11 +213,13 @@ class _Fetch:
                 source.close()
             for backend in self._backends:
                 backend.cancel()
+            self._arrivals.end()
         self._raise_failures()
 
     def _ask_all(self, deadline_s: float) -> None:
         by_owner: dict[str, list[Entry]] = {}
         by_scheme: dict[str, list[tuple[Owner, list[Entry]]]] = {}
+        to_copy: dict[str, _Source] = {}
         for entry in self._wanted.values():
             by_owner.setdefault(entry.owner, []).append(entry)
         for owner_id, entries in by_owner.items():
@@ -232,7 +234,16 @@ class _Fetch:
                     starts = range(0, len(entries), MAX_WANTED)
                     source.add([LeaseExchange(source.owner, entries[i : i + MAX_WANTED]) for i in starts])
                 else:
-                    source.add(pull_exchanges(self._arrivals.admit(entries), self._bucket_bytes))
+                    to_copy[owner_id] = source
+            except WeightwireError as error:
+                self._arrivals.fail(entries, error)
+        copied: dict[str, list[Entry]] = {}
+        # All owners at once: a look for free memory takes 0.4 ms.
+        for entry in self._arrivals.admit(entry for owner_id in to_copy for entry in by_owner[owner_id]):
+            copied.setdefault(entry.owner, []).append(entry)
+        for owner_id, entries in copied.items():
+            try:
+                to_copy[owner_id].add(pull_exchanges(entries, self._bucket_bytes))
             except WeightwireError as error:
                 self._arrivals.fail(entries, error)
         self._backends += [BackendFetch(scheme, wanted, deadline_s) for scheme, wanted in by_scheme.items()]

@@ -17,7 +17,7 @@ from inference_plugin.wire.errors import (
     SyncTimeout,
     WeightwireError,
 )
-from inference_plugin.wire.host_memory import free_host_bytes
+from inference_plugin.wire.host_memory import PROMISED
 from inference_plugin.wire.messages import Body, Lease, Leased, Pull, Pulled
 from inference_plugin.wire.messages.batch import MAX_WANTED, Cut, RefusedShard, WantedShard
 from trainer_adapters.batch.consumer import LeasedBytes, consumer
@@ -48,8 +48,7 @@ class Arrivals:
         self.failed: dict[ShardId, WeightwireError] = {}
         self._have = have
         self._buffers: dict[ShardId, tuple[torch.Tensor, int]] = {}
-        self._room: int | None = None
-        """Bytes of memory that are left for copies; None until it was looked for."""
+        self._promised_bytes = 0
 
     def missing(self, entries: Iterable[Entry]) -> list[Entry]:
         if not self._have and not self.failed:
@@ -59,19 +58,22 @@ class Arrivals:
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
         """Fails the entries for whose bytes this process has no memory, and returns the others. For bytes that are copied to this
         process: an entry may claim any size, and the owner has not confirmed it yet."""
-        if self._room is None:  # once for all owners: what one of them fills is not free for the next
-            try:
-                self._room = free_host_bytes()
-            except OSError:  # no descriptor is free to look with
-                self._room = 1 << 63
-        admitted = []
-        for entry in self.missing(entries):
-            if entry.nbytes > self._room:
-                self.fail((entry,), _no_room(entry, self._room))
-            else:
-                self._room -= entry.nbytes
-                admitted.append(entry)
+        if not (asked := self.missing(entries)):
+            return []
+        refused = PROMISED.promise([entry.nbytes for entry in asked])
+        admitted = [entry for number, entry in enumerate(asked) if number not in refused]
+        self._promised_bytes += sum(entry.nbytes for entry in admitted)
+        for number, left in refused.items():
+            self.fail((asked[number],), _no_room(asked[number], max(0, left)))
         return admitted
+
+    def end(self) -> None:
+        """Nothing more arrives: memory that was to be filled is free for other fetches."""
+        self._fulfilled(self._promised_bytes)
+
+    def _fulfilled(self, nbytes: int) -> None:
+        PROMISED.fulfilled(nbytes)
+        self._promised_bytes -= nbytes
 
     def fail(self, entries: Iterable[Entry], error: WeightwireError) -> None:
         for entry in self.missing(entries):
@@ -104,13 +106,16 @@ class Arrivals:
             return
         if len(data) == entry.nbytes:
             buffer = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-            self.keep(entry, buffer, _copy(data, buffer))
+            digest = _copy(data, buffer)
+            self._fulfilled(len(data))
+            self.keep(entry, buffer, digest)
             return
         buffer, arrived = self._buffers.get(entry.shard) or (
             torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu"),
             0,
         )
         buffer.numpy()[start : start + len(data)] = data
+        self._fulfilled(len(data))
         if (arrived := arrived + len(data)) < entry.nbytes:
             self._buffers[entry.shard] = (buffer, arrived)
         else:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from inference_plugin.transports.segment import LARGE_PAGE_BYTES, SharedSegment
 from inference_plugin.wire.errors import TransportUnavailable
-from inference_plugin.wire.host_memory import check_fits, free_host_bytes, gives_large_shared_pages
+from inference_plugin.wire.host_memory import PROMISED, free_host_bytes, gives_large_shared_pages
 
 __all__ = ["Block", "BlockMemory", "Freeing", "GivenBack", "Segment", "warn_of_budget"]
 
@@ -101,16 +101,20 @@ class Segment:
         """Has the pages of a new block exist before anybody writes to it: a write that finds the system without memory would end
         the process. So does a container's limit, here already: it is looked at first. Raises `TransportUnavailable`."""
         self._looked_ahead_bytes -= nbytes
-        if self._looked_ahead_bytes < 0:
-            with contextlib.suppress(OSError):  # no descriptor is free to look with
-                check_fits(nbytes + LEFT_BYTES, "shared memory for rows", NO_MEMORY)
-            self._looked_ahead_bytes = LOOKED_EVERY_BYTES
+        promised = nbytes if self._looked_ahead_bytes < 0 else 0
+        if promised and (refused := PROMISED.promise([nbytes], LEFT_BYTES)):
+            fits = f"{nbytes + LEFT_BYTES >> 20} MiB does not fit: {refused[0] + LEFT_BYTES >> 20} MiB are free"
+            raise TransportUnavailable(f"shared memory for rows of {fits}", hint=NO_MEMORY)
         try:
+            if promised:
+                self._looked_ahead_bytes = LOOKED_EVERY_BYTES
             self._shared.back(offset, nbytes)
         except OSError as error:
             raise TransportUnavailable(
                 f"shm: the system has no memory for {nbytes} bytes of rows: {error}", hint=NO_MEMORY
             ) from error
+        finally:
+            PROMISED.fulfilled(promised)
 
     def trim(self) -> list[GivenBack]:
         """Gives up all pages without a block; from now on also those of each block that is freed."""
