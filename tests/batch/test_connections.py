@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.support.rig import eventually, kill, runtime
 from trainer_adapters.batch import connections
 from trainer_adapters.batch.client import clear_tasks
 from trainer_adapters.batch.connections import MOST_KEPT, Connections
-from trainer_adapters.batch.consumer import consumer
+from trainer_adapters.batch.consumer import REST_S, consumer
 from trainer_adapters.batch.store import Store
 
 
@@ -206,3 +207,19 @@ def test_rows_of_an_owner_that_has_closed_while_its_process_lives_on_are_lost_an
     assert [type(failure.error) for failure in raised.value.failures] == [PeerLost]
     ((_, error),) = clear_tasks(["t"], {owner.id: owner}, timeout_s=60).failed
     assert isinstance(error, PeerLost) and "is closed, although its process lives" in error.message
+
+
+def test_leases_that_end_while_no_descriptor_is_free_are_given_back_later_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Store(budget_bytes=MIB) as store, Store(budget_bytes=MIB) as other:
+        held = [fetched(each.put("t", {"k": torch.ones(4)}), each.owner) for each in (store, other)]
+        for each in (store, other):
+            each.clear(["t"])
+        consumer().close_connections()
+        with no_more_descriptors():
+            held.clear()
+            eventually(lambda: "leases can't be given back now" in caplog.text, "the warning")
+            time.sleep(3 * REST_S)
+        eventually(lambda: not store.stats().leased_bytes and not other.stats().leased_bytes, "the end of the leases")
+        assert caplog.text.count("can't be given back") == 1 and "Traceback" not in caplog.text

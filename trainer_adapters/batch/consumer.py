@@ -30,7 +30,7 @@ from inference_plugin.net.channel import Channel, take_ready
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
 from inference_plugin.wire.messages import Done, EndLeases
 from inference_plugin.wire.messages.batch import MAX_WANTED, LeaseEnd
 from inference_plugin.wire.messages.common import Sender
@@ -169,11 +169,17 @@ class Consumer:
 
     def _give_back(self) -> None:
         peers: dict[str, _Peer] = {}
+        is_told = False
         while True:
             try:
                 self._give_back_once(peers)
-            except Exception:  # a bug of ours must not leave leases behind for ever
-                logger.exception("weightwire: giving leases back failed; it is tried again")
+                is_told = False
+            except Exception as error:  # a bug of ours must not leave leases behind for ever
+                if not isinstance(error, TransportUnavailable):
+                    logger.exception("weightwire: giving leases back failed; it is tried again")
+                elif not is_told:  # it may last
+                    logger.warning("weightwire: leases can't be given back now: %s; it is tried again", error)
+                    is_told = True
                 self.close_connections()  # a new one may need their descriptors
                 self._rest.wait(REST_S)
                 os.eventfd_write(self._news, 1)  # what is pending is tried again, not only with the next news
@@ -215,10 +221,16 @@ class Consumer:
                 logger.info("weightwire: leases could not be given back to %s: %s", peer.owner.id, reply)
                 peer.pending.clear()
             peer.answered()
+        lacking: TransportUnavailable | None = None
         for owner_id, peer in list(peers.items()):
             peer.give_up_if_late()
-            if not peer.is_asked and not peer.ask(self.session):
-                del peers[owner_id]
+            try:
+                if not peer.is_asked and not peer.ask(self.session):
+                    del peers[owner_id]
+            except TransportUnavailable as error:  # no descriptor is free; the next one may have a channel
+                lacking = error
+        if lacking is not None:
+            raise lacking
 
 
 class _Peer:
