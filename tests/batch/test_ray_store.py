@@ -91,8 +91,8 @@ def test_a_put_that_was_given_up_holds_no_rows_whichever_call_ray_brings_first()
             for call in calls if ticket == 2 else ["keep"]:
                 if call == "keep":
                     shards = [Wanted("t", key, 10, ticket)]
-                    refused = await directory.keep(ticket, 1, shards, [b""], [None])
-                    assert (refused is None) is (ticket == 1 or calls[0] == "keep")
+                    refused, _ = await directory.keep(ticket, 1, shards, [b""], [None])
+                    assert (not refused) is (ticket == 1 or calls[0] == "keep")
                 else:
                     await directory.release(ticket, "t")
         whys, _ = await directory.find([Wanted("t", "earlier", 10, 1), Wanted("t", "late", 10, 2)])
@@ -100,6 +100,25 @@ def test_a_put_that_was_given_up_holds_no_rows_whichever_call_ray_brings_first()
 
     for calls in (("keep", "release"), ("release", "keep")):
         assert asyncio.run(numbers_after(*calls)) == (Numbers(1, 1, 10, 0, 0), ["", "unknown"])
+
+
+def test_rows_that_a_put_replaced_which_was_then_given_up_are_there_again() -> None:
+    async def after(*given_up: int) -> tuple[Numbers, str]:
+        directory = RowDirectory(100)
+        for ticket in (1, 2, 3):
+            assert await directory.reserve(ticket, 10, 0.0) is None
+            refused, replaces = await directory.keep(ticket, ticket, [Wanted("t", "k", 10, ticket)], [b""], [None])
+            assert (refused, replaces) == ("", ticket > 1)
+        for ticket in (2, 3):
+            await (directory.release if ticket in given_up else directory.settle)(ticket, "t")
+        (held,) = [n for n in (1, 2, 3) if (await directory.find([Wanted("t", "k", 10, n)]))[0] == [""]]
+        assert await directory.reserve(4, 10, 0.0) is None
+        refused, _ = await directory.keep(4, held + 1, [Wanted("t", "other", 10, 4)], [b""], [None])
+        return await directory.numbers(), refused
+
+    refused = "task 't' has {0} rows of 'k', but was put {1} rows of 'other'"
+    for given_up, held in (((), 3), ((2,), 3), ((3,), 2), ((2, 3), 1)):
+        assert asyncio.run(after(*given_up)) == (Numbers(1, 1, 10, 0, 0), refused.format(held, held + 1))
 
 
 def test_a_put_that_ctrl_c_interrupts_while_it_waits_takes_no_room_later(small: RayStore) -> None:
@@ -219,7 +238,7 @@ def test_an_object_that_is_not_the_bytes_of_the_entry_is_refused(ray: Any, store
     directory = ray.get_actor(store.owner.id, namespace=NAMESPACE)
     assert ray.get(directory.reserve.remote(-1, entry.nbytes, 600), timeout=600) is None
     refused = ray.get(directory.keep.remote(-1, 1, [wanted(entry)], [b""], [ray.put(value)]), timeout=600)
-    assert refused is None
+    assert refused == ("", True)
     with pytest.raises(FetchFailed, match="not its 4 bytes") as raised:
         fetched([entry], store.owner)
     assert isinstance(raised.value.failures[0].error, ProtocolError)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 __all__ = ["Held", "Numbers", "RowDirectory", "Wanted"]
@@ -38,19 +38,15 @@ class Numbers(NamedTuple):
 @dataclass(slots=True)
 class Held:
     """One shard. `entry` is its metadata, encoded; `reference` the `ObjectRef` of its bytes, None where there are none; `ticket`
-    is of the put that made it."""
+    is of the put that made it. `before`: what it replaced, until the put is settled."""
 
+    rows: int
     nbytes: int
     digest: int
     entry: bytes
     reference: Any
     ticket: int
-
-
-@dataclass(slots=True)
-class _Task:
-    rows: int
-    shards: dict[str, Held] = field(default_factory=dict)
+    before: Held | None = None
 
 
 class RowDirectory:
@@ -58,7 +54,7 @@ class RowDirectory:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._tasks: dict[str, _Task] = {}
+        self._tasks: dict[str, dict[str, Held]] = {}
         self._cleared: dict[str, None] = {}
         self._nbytes = 0
         self._reserved: dict[int, int] = {}
@@ -84,45 +80,59 @@ class RowDirectory:
             await self._leave_queue(ticket)
 
     async def release(self, ticket: int, task_id: str) -> None:
-        """The put failed, or its caller waits no longer: what it has put is dropped, and what it is about to put is refused."""
+        """The put failed, or its caller waits no longer: what it has put is dropped, what that replaced is there again, and what
+        it is about to put is refused."""
         self._reserved.pop(ticket, None)
         if (task := self._tasks.get(task_id)) is not None:
-            for key in [key for key, held in task.shards.items() if held.ticket == ticket]:
-                self._nbytes -= task.shards.pop(key).nbytes
-            if not task.shards:
+            for key, held in list(task.items()):
+                if (left := self._without(held, ticket)) is None:
+                    del task[key]
+                else:
+                    task[key] = left
+            if not task:
                 del self._tasks[task_id]
         await self._leave_queue(ticket)
 
     async def keep(
         self, ticket: int, rows: int, shards: Sequence[Wanted], entries: Sequence[bytes], references: Sequence[Any]
-    ) -> str | None:
-        """Ends a put: all of its shards are held from here on, or none of them; then it says why."""
+    ) -> tuple[str, bool]:
+        """Ends a put: all of its shards are held from here on, or none of them; then it says why. The second value: whether they
+        replace others, which are kept until `settle`."""
         task_id = shards[0].task_id
         if self._reserved.pop(ticket, None) is None:  # Ray may bring calls in another order
-            return f"the put of task {task_id!r} was given up"
-        task = self._tasks.get(task_id)
+            return f"the put of task {task_id!r} was given up", False
+        task = self._tasks.get(task_id, {})
         keys = {shard.key: None for shard in shards}
-        if task is not None and task.rows != rows and (others := task.shards.keys() - keys.keys()):
-            await self._notify()
-            return f"task {task_id!r} has {task.rows} rows of {min(others)!r}, but was put {rows} rows of {next(iter(keys))!r}"
-        if task is None:
-            task = self._tasks[task_id] = _Task(rows)
-        task.rows = rows
+        for other in sorted(task.keys() - keys.keys()):
+            if (known := task[other].rows) != rows:
+                await self._notify()
+                key = next(iter(keys))
+                return f"task {task_id!r} has {known} rows of {other!r}, but was put {rows} rows of {key!r}", False
+        replaces = not keys.keys().isdisjoint(task)
+        self._tasks[task_id] = task
         self._cleared.pop(task_id, None)
         for shard, entry, reference in zip(shards, entries, references, strict=True):
-            if (replaced := task.shards.get(shard.key)) is not None:
-                self._nbytes -= replaced.nbytes
-            task.shards[shard.key] = Held(shard.nbytes, shard.digest, entry, reference, ticket)
+            before = task.get(shard.key)
+            task[shard.key] = Held(rows, shard.nbytes, shard.digest, entry, reference, ticket, before)
             self._nbytes += shard.nbytes
         await self._notify()
-        return None
+        return "", replaces
+
+    async def settle(self, ticket: int, task_id: str) -> None:
+        """The caller of a put has its answer: what the put replaced is dropped."""
+        for held in self._tasks.get(task_id, {}).values():
+            for each in _with_before(held):
+                if each.ticket == ticket:
+                    self._nbytes -= sum(old.nbytes for old in _with_before(each.before))
+                    each.before = None
+        await self._notify()
 
     async def find(self, wanted: Sequence[Wanted]) -> tuple[list[str], list[Any]]:
         """For each shard "" and its reference, or why it can't be had ("unknown", "cleared", "replaced") and None."""
         whys, references = [], []
         for one in wanted:
             task = self._tasks.get(one.task_id)
-            held = task.shards.get(one.key) if task is not None else None
+            held = task.get(one.key) if task is not None else None
             if held is None:
                 why = "cleared" if task is None and one.task_id in self._cleared else "unknown"
             else:
@@ -134,7 +144,7 @@ class RowDirectory:
     async def look_up(self, task_id: str, key: str) -> tuple[str, bytes, Any]:
         """As `find`, by name alone; and the shard's entry."""
         task = self._tasks.get(task_id)
-        if task is None or (held := task.shards.get(key)) is None:
+        if task is None or (held := task.get(key)) is None:
             return "cleared" if task is None and task_id in self._cleared else "unknown", b"", None
         return "", held.entry, held.reference
 
@@ -146,7 +156,7 @@ class RowDirectory:
                 unknown.append(task_id)
                 continue
             self._cleared[task_id] = None
-            self._nbytes -= sum(held.nbytes for held in task.shards.values())
+            self._nbytes -= sum(each.nbytes for held in task.values() for each in _with_before(held))
         while len(self._cleared) > REMEMBERED:
             del self._cleared[next(iter(self._cleared))]
         await self._notify()
@@ -157,6 +167,14 @@ class RowDirectory:
 
     async def numbers(self) -> Numbers:
         return self._numbers()
+
+    def _without(self, held: Held, ticket: int) -> Held | None:
+        """A shard, or what it replaced, without that of the put `ticket`."""
+        left = [each for each in _with_before(held) if each.ticket != ticket]
+        self._nbytes -= sum(each.nbytes for each in _with_before(held) if each.ticket == ticket)
+        for each, before in zip(left, [*left[1:], None], strict=False):
+            each.before = before
+        return left[0] if left else None
 
     def _is_settled(self, ticket: int, nbytes: int) -> bool:
         """Whether a put need not wait any more: it is its turn and there is room, or its caller gave up."""
@@ -171,9 +189,15 @@ class RowDirectory:
         await self._notify()
 
     def _numbers(self) -> Numbers:
-        shards = sum(len(task.shards) for task in self._tasks.values())
+        shards = sum(map(len, self._tasks.values()))
         return Numbers(len(self._tasks), shards, self._nbytes, sum(self._reserved.values()), len(self._waiting))
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _with_before(held: Held | None) -> Iterator[Held]:
+    while held is not None:
+        yield held
+        held = held.before

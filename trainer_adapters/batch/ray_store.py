@@ -11,6 +11,7 @@ all of it, so this store protects against mistakes, not against members of the c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from inference_plugin.net.addresses import new_replica_id
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull
+from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, WeightwireError
 from trainer_adapters.batch.inputs import parts_of_task
 from trainer_adapters.batch.limits import check_process, checked_count, checked_seconds
 from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
@@ -101,7 +102,7 @@ class RayStore(Closing):
         ticket = self._reserve(task_id, sum(array.size for array in arrays), timeout_s)
         try:
             references = [self._put_bytes(task_id, array) for array in arrays]
-            refused = self._ask(
+            refused, replaces = self._ask(
                 "keep",
                 ticket,
                 entries[0].rows,
@@ -114,6 +115,9 @@ class RayStore(Closing):
             raise
         if refused:
             raise BatchError(refused)
+        if replaces:
+            with contextlib.suppress(WeightwireError):  # the put stands; the next one under these keys drops them
+                self._ask("settle", ticket, task_id)
         return entries
 
     def get(self, shard: ShardId) -> LocalPart:
