@@ -111,7 +111,11 @@ class Settings:
             value = config_of(value)
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
-        if name == "stragglers" and not isinstance(value, Quorum | BestEffort) and value not in ("report", "all"):
+        if (
+            name == "stragglers"
+            and not isinstance(value, Quorum | BestEffort)
+            and not is_choice(value, ("report", "all"))
+        ):
             words = f"stragglers={value!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)"
             raise ConfigError(words, hint="give stragglers one of these")
         if name == "replicas" and not (value is None or callable(value) or isinstance(value, str)):
@@ -207,9 +211,14 @@ def config_of(config: Config | None) -> Config:
     return Config.from_environment() if config is None else config
 
 
+def is_choice(value: object, allowed: Sequence[Any]) -> bool:
+    """Asks nothing else whether it is equal: a number may be True, and an array says it of each item."""
+    return isinstance(value, str | int) and not isinstance(value, bool) and value in allowed
+
+
 def check_choice(name: str, value: object, allowed: Sequence[Any]) -> None:
     """Raises `ConfigError`, a ValueError, for a value that is none of those that are `allowed`."""
-    if value not in allowed or isinstance(value, bool):
+    if not is_choice(value, allowed):
         words = ", ".join(map(repr, allowed))
         raise ConfigError(f"{name}={value!r} is none of {words}", hint=f"give {name} one of these")
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
-from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.errors import ArgumentError, ConfigError
 from inference_plugin.wire.host_memory import free_host_bytes
 
 __all__ = [
@@ -142,6 +142,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
         """The variables' values, and defaults elsewhere. An empty variable counts as unset. Raises `ConfigError`."""
+        if not isinstance(environment, Mapping):
+            raise ArgumentError(
+                f"environment={environment!r:.300} is a {type(environment).__name__}",
+                hint="Config(timeout_s=300) takes values",
+            )
         said = {name: environment.get(variable_of(name)) for name in Config.__struct_fields__}
         return Config(**{name: _checked(name, text, of_environment=True) for name, text in said.items() if text})
 
@@ -236,7 +241,7 @@ def _checked(name: str, value: Any, *, of_environment: bool = False) -> Any:
         meant = int(found[1]) * UNITS[found[2]]
     try:
         return msgspec.convert(meant, field.type, strict=not of_environment)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         variable = variable_of(name)
         given = f"{variable}={value!r} (field {name})" if of_environment else f"{name}={value!r} (variable {variable})"
         raise ConfigError(f"{given}: {_told(field)['allowed']} are allowed") from None

@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The manifest's name of `dtype`. Raises `ManifestMismatch` if it can't travel."""
     try:
         return _NAMES[dtype]
-    except KeyError:
+    except (KeyError, TypeError):  # a list, say
         raise ManifestMismatch(f"{dtype} can't travel; known: {', '.join(_DTYPES)}") from None
 
 

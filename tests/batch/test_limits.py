@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,20 @@ def test_arguments_of_another_kind_are_refused_where_they_are_given(store: Store
             store.put("t", {wrong: [1]})
     with pytest.raises(BatchError, match="the data of task 't' is a Tensor"):
         store.put("t", torch.ones(2))  # type: ignore[arg-type]
+    batch = DistributedBatch({"k": torch.ones(2, 3)})
+    refused: dict[str, Callable[[Any], Any]] = {
+        "the tasks are a": store.put_tasks,
+        "need a list of task ids": store.clear,
+        "need a list of task": batch.without,
+        "can't travel": lambda wrong: store.empty((2,), dtype=wrong),
+        "unpadded takes": lambda wrong: batch.unpadded(wrong, "k"),
+        "owners=|no owner": lambda wrong: DistributedBatch.of_entries((), wrong),
+        "store=": lambda wrong: remotize(batch, wrong, "t"),
+    }
+    for words, call in refused.items():
+        for wrong in (5, None, [1]):
+            with pytest.raises(BatchError, match=words):
+                call(wrong)
     for named in ({"address": 5}, {"name": None}):
         with pytest.raises(ValueError, match=r"5 is a int|use lower-case letters"):
             Store(budget_bytes=1, **named)  # type: ignore[arg-type]

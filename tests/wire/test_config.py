@@ -14,7 +14,7 @@ import pytest
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.transports import zmq
 from inference_plugin.wire.config import PIECE_BYTES, Config, settings, unknown_variables, variable_of
-from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.errors import ArgumentError, ConfigError
 from tests.support.plain_engine import PlainEngineModel
 from tests.support.rig import ROOT
 from trainer_adapters.manager import SyncManager
@@ -43,11 +43,15 @@ def test_what_is_no_size_is_refused_with_field_variable_value_and_what_is_allowe
         assert told in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "true", "ten", "8MiB", "0x10"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9", "true", "ten", "8MiB", "0x10", "\udcff"])
 def test_no_number_of_the_environment_is_taken_for_another(text: str) -> None:
     for field in ("timeout_s", "lease_s", "control_timeout_s", "silence_s", "rank_timeout_s", "background_share"):
-        with pytest.raises(ConfigError, match=f"WEIGHTWIRE_{field.upper()}='{text}'.*{field}.* above 0, "):
+        with pytest.raises(
+            ConfigError, match=f"WEIGHTWIRE_{field.upper()}={re.escape(repr(text))}.*{field}.* above 0, "
+        ):
             Config.from_environment({variable_of(field): text})
+    with pytest.raises(ArgumentError, match="environment=5 is a int"):
+        Config.from_environment(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"WEIGHTWIRE_CHECK_THREADS.*from 1 to 256"):
         Config.from_environment({"WEIGHTWIRE_CHECK_THREADS": text})
 

@@ -116,7 +116,15 @@ def _first_rows(
 def owners_by_id(owners: Iterable[Owner]) -> dict[str, Owner]:
     """Owners by id; one id is one owner."""
     known: dict[str, Owner] = {}
+    if not isinstance(owners, Iterable):
+        raise BatchError(
+            f"owners={owners!r:.300} is a {type(owners).__name__}", hint="give a list of owners, [store.owner]"
+        )
     for owner in owners:
+        if not isinstance(owner, Owner):
+            raise BatchError(
+                f"{owner!r:.300} is a {type(owner).__name__}, no owner", hint="give a list of owners, [store.owner]"
+            )
         if known.setdefault(owner.id, owner) != owner:
             raise BatchError(f"two different owners have the id {owner.id!r}: {known[owner.id]} and {owner}")
     return known

@@ -17,7 +17,7 @@ from trainer_adapters.batch.parts import ListedPart, LocalPart
 from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId, VersionSpan, check_versions
 from trainer_adapters.batch.values import plain_values
 
-__all__ = ["GivenPart", "checked_dtype", "local_part", "parts_of_task"]
+__all__ = ["GivenPart", "checked_dtype", "local_part", "parts_of_task", "parts_of_tasks"]
 
 _SORT = attrgetter("dtype", "device", "layout")
 
@@ -39,6 +39,17 @@ def local_part(value: Any) -> LocalPart:
     - a part: itself.
     """
     return _part_of(value) if (listed := _listed_part(value)) is None else listed.part
+
+
+def parts_of_tasks(
+    tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None = None
+) -> dict[ShardId, GivenPart]:
+    """As `parts_of_task`, of several tasks."""
+    if not isinstance(tasks, Mapping):
+        raise BatchError(
+            f"the tasks are a {type(tasks).__name__}", hint="give a dict of tasks, each a dict of rows by key"
+        )
+    return {shard: one for task, data in tasks.items() for shard, one in parts_of_task(task, data, versions).items()}
 
 
 def parts_of_task(

@@ -63,6 +63,8 @@ def remotize(
     `versions` are the batch's own unless given. Raises `BatchError`, and what `store.put` raises; what was put before that
     stays in the store.
     """
+    if not hasattr(store, "put"):
+        raise BatchError(f"store={store!r:.300} is a {type(store).__name__}", hint="give it a Store(budget_bytes=...)")
     if isinstance(result, DistributedBatch):
         return _remote_batch(result, store, task_id, versions, timeout_s)
     remote = _remote_tensors(_tensors_of(result), store, task_id, versions, timeout_s)

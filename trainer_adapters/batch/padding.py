@@ -48,6 +48,10 @@ def padded(column: Column, pad_value: PadValue) -> torch.Tensor:
 
 def unpadded(tensor: torch.Tensor, column: Column) -> list[torch.Tensor]:
     """The rows of a tensor `[n, longest, ...]` as views, each as long as the column's. Raises `BatchError` for another shape."""
+    if not isinstance(tensor, torch.Tensor):
+        raise BatchError(
+            f"unpadded takes what a model computed, a tensor [rows, longest, ...], not a {type(tensor).__name__}"
+        )
     lengths = column.lengths()
     longest = int(lengths.max()) if len(lengths) else 0
     if tensor.dim() < 2 or len(tensor) != len(lengths) or tensor.shape[1] < longest:

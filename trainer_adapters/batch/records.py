@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -223,7 +223,14 @@ def listed_tasks(task_ids: Iterable[str]) -> list[str]:
     """Task ids, each once, in their order. Raises `BatchError` for one text, whose characters would each be taken for an id."""
     if isinstance(task_ids, str | bytes):
         raise BatchError(f"need a list of task ids, not the text {task_ids!r}", hint=f"use [{task_ids!r}]")
-    return list(dict.fromkeys(task_ids))
+    given: Any = task_ids
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    for task_id in listed:
+        if not isinstance(task_id, str):
+            raise BatchError(
+                f"need a list of task ids, which are texts; {task_id!r:.300} is a {type(task_id).__name__}"
+            )
+    return list(dict.fromkeys(listed))
 
 
 def is_unicode(text: str) -> bool:

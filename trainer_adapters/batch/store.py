@@ -29,7 +29,7 @@ from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, Wa
 from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.drafts import Draft, Drafts
 from trainer_adapters.batch.filling import back, fill
-from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
+from trainer_adapters.batch.inputs import checked_dtype, parts_of_tasks
 from trainer_adapters.batch.leases import Holding, Leases, check_rows, with_shards
 from trainer_adapters.batch.limits import asker, check_budget, check_process, checked_count, checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, Freeing, GivenBack, warn_of_budget
@@ -130,9 +130,7 @@ class Store(Closing):
         """As `put`, of several tasks: either all of their rows are stored or nothing."""
         check_process(self.owner, self.owner.pid)
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        given = {
-            shard: one for task, data in tasks.items() for shard, one in parts_of_task(task, data, versions).items()
-        }
+        given = parts_of_tasks(tasks, versions)
         sizes = [one.nbytes for one in given.values()]
         check_budget(tasks, sum(sizes), self._budget_bytes)  # before a strided tensor is copied
         sources = [one.sources or sources_of(one.part) for one in given.values()]

@@ -60,7 +60,9 @@ class DtypeRules:
         self,
         rules: Rules = None,
     ) -> None:
-        self.follow_engine: bool = rules.follow_engine if isinstance(rules, DtypeRules) else rules == "engine"
+        self.follow_engine: bool = (
+            rules.follow_engine if isinstance(rules, DtypeRules) else isinstance(rules, str) and rules == "engine"
+        )
         if isinstance(rules, DtypeRules):
             pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules
         elif self.follow_engine or rules is None:
