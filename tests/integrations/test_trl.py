@@ -27,7 +27,9 @@ import pytest
 import torch
 
 from inference_plugin.engines.transformers import TransformersEngine
-from inference_plugin.wire.errors import ArgumentError, EngineUnsupported, PeerLost
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ArgumentError, EngineUnsupported, PeerLost, SyncTimeout
+from tests.manager.conftest import Start, directory, start  # noqa: F401 -- fixtures
 from tests.support.engines import (
     ENGINE_ARGUMENTS,
     INTEGRATIONS_PYTHON,
@@ -39,8 +41,10 @@ from tests.support.engines import (
 )
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
+from tests.support.plain_engine import checkpoint as plain_checkpoint
 from tests.support.trl_runner import PROMPTS
-from trainer_adapters.integrations.trl import WeightSync, refuse, replicas_behind, through_weightwire
+from trainer_adapters.integrations.options import replicas_behind
+from trainer_adapters.integrations.trl import WeightSync, refuse, through_weightwire
 from trainer_adapters.integrations.trl_async import WeightTransfer
 
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
@@ -273,6 +277,26 @@ def test_a_manager_that_is_closed_at_the_end_of_a_training_is_kept_by_nobody(mon
 def test_without_trl_the_error_says_what_to_install() -> None:
     with pytest.raises(EngineUnsupported, match=r"No module named 'trl.*pip install '\.\[trl\]'"):
         through_weightwire(object)
+
+
+def test_the_first_sync_waits_for_all_replicas_of_the_server_and_names_those_that_do_not_register(
+    start: Start,  # noqa: F811
+) -> None:
+    names = [start().replica, start().replica]
+
+    def transfer(*replicas: str) -> None:
+        told = json.dumps({"replicas": [{"replica": name} for name in replicas]}).encode()
+        with answering(200, told) as url:
+            one = WeightTransfer(url, config=Config(silence_s=0.5), timeout_s=60)
+            try:
+                one.init_weight_transfer()
+                one.send_weights(iter(plain_checkpoint(1).items()))
+            finally:
+                one.destroy()
+
+    transfer(*names)
+    with pytest.raises(SyncTimeout, match=r"nobody of the server's 3 replicas did not register.*WEIGHTWIRE_JOB"):
+        transfer(*names, "nobody")
 
 
 def test_a_server_without_our_plugin_or_none_at_all_is_an_error_that_says_so() -> None:

@@ -11,16 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_plugin.wire.errors import ArgumentError, CommitFailed, ManifestMismatch, WeightwireError
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, ManifestMismatch, SyncTimeout, WeightwireError
 from tests.engines.conftest import Checkpoint
+from tests.manager.conftest import Start, directory, start  # noqa: F401 -- fixtures
+from tests.manager.test_manager import holds
 from tests.support.engines import OLD_PYTHON, ROOT, Server
 from tests.support.greedy import greedy_tokens
+from tests.support.plain_engine import checkpoint as plain_checkpoint
 from trainer_adapters import SyncManager
 from trainer_adapters.sources.chosen import source_for
 
@@ -135,6 +140,29 @@ def test_the_example_runs_as_it_stands(server: Server) -> None:
     done = subprocess.run([*command, url], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"version \d+", done.stdout)) >= 3, done.stdout
+
+
+def test_the_first_update_waits_for_an_engine_of_each_of_the_clients_actors(start: Start) -> None:  # noqa: F811
+    """One that registered later would generate with the weights that it was started with."""
+    from trainer_adapters.integrations.vllm import CALLED, WeightwireInitInfo, WeightwireTrainer
+
+    rigs = [start()]
+    late = threading.Timer(1.0, lambda: rigs.append(start()))
+    late.start()
+    client = SimpleNamespace(handles=[1, 2], **dict.fromkeys(CALLED, lambda *_, **__: None))
+    trainer = WeightwireTrainer.trainer_init(
+        WeightwireInitInfo(rank=0, options={"timeout_s": 60.0}), client=client, source=plain_checkpoint(1)
+    )
+    try:
+        trainer.send_weights()
+        assert len(rigs) == 2 and all(holds(rig, 1) for rig in rigs)
+        client.handles.append(3)
+        short = {"timeout_s": 60.0, "config": Config(silence_s=0.5)}
+        with pytest.raises(SyncTimeout, match="replicas with 2 ranks have registered, of 3 that there are"):
+            WeightwireTrainer.trainer_init(WeightwireInitInfo(rank=0, options=short), client=client)
+    finally:
+        late.join()
+        trainer.shutdown()
 
 
 def newer_source(tensors: dict[str, torch.Tensor]) -> Any:

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.net import addresses
-from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch, PeerLost
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.reports import UpdateReport
-from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.options import await_replicas, checked_options, replicas_behind
 from trainer_adapters.manager import SyncManager
 
 __all__ = ["through_weightwire"]
@@ -45,8 +45,6 @@ TOUCHED = {
     GENERATION: ("is_vllm_available", "VLLMClient", "VLLMGeneration._init_vllm", "VLLMGeneration.sync_weights"),
 }
 """What is replaced in TRL, by module."""
-
-ANSWER_S = 30.0  # longest wait for a server's answer about its replicas
 
 Trainer = TypeVar("Trainer", bound=type[Any])
 
@@ -111,7 +109,7 @@ class WeightSync:
             self._manager = SyncManager(**self._settings)
             self._end = weakref.finalize(self, self._manager.close)  # for syncs after the training
             if self._generation.mode == "server" and self._manager.rank == 0:
-                await_registrations(self._manager, len(replicas_behind(self._generation.vllm_client.base_url)))
+                await_replicas(self._manager, replicas_behind(self._generation.vllm_client.base_url))
         if self._generation.mode == "colocate" and self._generation.enable_sleep_mode:
             self._wake()
         try:
@@ -212,23 +210,6 @@ def client_class(base: Any) -> Any:
             raise EngineUnsupported("this client has no channel for weights: they go through Weightwire", hint=hint)
 
     return Client
-
-
-def replicas_behind(url: str) -> set[str]:
-    """The replicas of the server at `url`. Raises `EngineUnsupported` if it has none, and `PeerLost` if it doesn't answer."""
-    import requests
-
-    try:
-        answer = requests.get(f"{url}/ready", timeout=ANSWER_S)
-        said = answer.json() if answer.status_code in (200, 503) else {"replicas": []}
-        found = {one["replica"] for one in said["replicas"]}
-    except (requests.RequestException, KeyError, TypeError) as error:
-        raise PeerLost(f"the server at {url} gave no answer about its replicas: {error!r}", side="trainer") from error
-    if not found:
-        why = ", ".join(said.get("why", ())) or f"/ready is answered with status {answer.status_code}"
-        hint = "install Weightwire beside its vLLM; where it is, the log says `weightwire: OFF` and the reason"
-        raise EngineUnsupported(f"the server at {url} takes no weight updates: {why}", hint=hint)
-    return found
 
 
 def refuse(generation: Any) -> None:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError, PeerLost, ProtocolError
-from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.options import await_replicas, checked_options, replicas_behind
 from trainer_adapters.integrations.read_once import GeneratorUpdates
-from trainer_adapters.integrations.trl import check_took, replicas_behind
+from trainer_adapters.integrations.trl import check_took
 from trainer_adapters.manager import SyncManager
 
 __all__ = ["WeightTransfer"]
@@ -60,7 +60,8 @@ class WeightTransfer:
         self._manager: SyncManager | None = None
 
     def init_weight_transfer(self) -> None:
-        """Raises `PeerLost` if the server does not answer in time, `EngineUnsupported` if it runs without our plug-in."""
+        """Raises `PeerLost` if the server does not answer in time, `EngineUnsupported` if it runs without our plug-in, and
+        `SyncTimeout` if a replica of it does not register."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -75,7 +76,7 @@ class WeightTransfer:
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._manager = SyncManager(process_group=alone, **self._settings)
         self._updates = GeneratorUpdates(self._manager, self._dtype)
-        await_registrations(self._manager, len(replicas))
+        await_replicas(self._manager, replicas)
 
     def pause(self) -> None:
         """Nothing: Weightwire stops generation itself, and only for the installation."""

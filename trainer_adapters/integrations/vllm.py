@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from inference_plugin.wire.errors import ArgumentError, CommitFailed, TransportUnavailable
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, PeerLost, TransportUnavailable
 from inference_plugin.wire.messages import PROTOCOL_VERSION
 from inference_plugin.wire.reports import UpdateReport
-from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.options import await_ranks, await_replicas, checked_options, replicas_behind
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.chosen import Sendable
 
@@ -98,13 +98,13 @@ class WeightwireTrainer(_TrainerEngine):  # type: ignore[misc]
     def trainer_init(
         cls, init_info: WeightwireInitInfo, *, client: Any, source: Sendable | None = None
     ) -> WeightwireTrainer:
-        """Collective over the trainer's ranks. Rank 0 asks the engine whether the backend works there, and raises what the
-        client raises where it does not."""
+        """Collective over the trainer's ranks. Rank 0 asks the engine whether the backend works there, and raises what the client
+        raises where it does not. It waits until all replicas of the client's server have registered; raises `SyncTimeout`."""
         trainer = cls(init_info, client, source)
         if trainer.is_sender:
             try:
                 client.init_weight_transfer_engine({"group": init_info.group, "protocol": PROTOCOL_VERSION})
-                await_registrations(trainer.manager, 1)
+                _await_engines(trainer.manager, client)
             except BaseException:
                 trainer.shutdown()
                 raise
@@ -147,6 +147,16 @@ class WeightwireTrainer(_TrainerEngine):  # type: ignore[misc]
                 group=report.group,
                 version=report.version,
             ) from error
+
+
+def _await_engines(manager: SyncManager, client: Any) -> None:
+    """Waits until the engines that the client speaks to have registered. Of vLLM's two clients that of a server has its URL, that
+    of Ray its actors, each of at least one rank; of any other one nothing is known."""
+    if isinstance(url := getattr(client, "base_url", None), str):
+        with contextlib.suppress(EngineUnsupported, PeerLost):  # a proxy that passes on vLLM's own calls alone
+            await_replicas(manager, replicas_behind(url))
+            return
+    await_ranks(manager, len(getattr(client, "handles", ())) or 1, manager.settings.config.silence_s)
 
 
 def _taken(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
