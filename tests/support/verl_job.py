@@ -73,6 +73,16 @@ SGLANG += [
         "random_seed=0",
     )
 ]
+VLLM = [
+    f"{ROLLOUT}.dtype=float32",
+    f"+{ROLLOUT}.enable_sleep_mode=False",  # vLLM's allocator needs a GPU: verl_vllm.py stands in for it
+    f"{ROLLOUT}.enforce_eager=True",
+    f"{ROLLOUT}.max_num_seqs=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={64 << 20}",
+    f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.support.verl_vllm.Extension",
+]
+OWN_SERVERS = {"sglang": SGLANG, "vllm": VLLM}
 SETTINGS: tuple[str, ...] = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
@@ -82,6 +92,7 @@ SETTINGS: tuple[str, ...] = (
 )
 SETTINGS += ("VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL", "WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
 SETTINGS += ("WEIGHTWIRE_TEST_MEMORY", "WEIGHTWIRE_TEST_NO_DEVICES", "WEIGHTWIRE_TEST_SGLANG_SITE")
+SETTINGS += ("WEIGHTWIRE_TEST_IPC", "WEIGHTWIRE_TEST_RAY_RESOURCE", "WEIGHTWIRE_TEST_VERL_SITE")
 SETTINGS += ("SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "TRANSFORMERS_OFFLINE")
 
 
@@ -131,15 +142,21 @@ class Job:
         variables = {name: os.environ[name] for name in SETTINGS if name in os.environ}
         ray.init(
             "local",  # whatever cluster runs on this host
-            num_cpus=2 * RANKS + 1,
+            num_cpus=4 * RANKS + 1,
+            num_gpus=RANKS,
             include_dashboard=False,
             log_to_driver=False,
             runtime_env={"env_vars": variables},
         )
 
-    def do_start(self, url: str = "", sglang: bool = False, **options: Any) -> None:
-        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends. `sglang`:
-        the replica is verl's own, on the trainer's devices."""
+    def do_start(self, url: str = "", own: str = "", megatron: bool = False, **options: Any) -> None:
+        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends. `own`:
+        the engine of verl's own server, on the trainer's devices."""
+        kind, trainer = TrainerWorker, TRAINER
+        if megatron:
+            from tests.support.verl_megatron import MEGATRON, MegatronWorker
+
+            kind, trainer = MegatronWorker, MEGATRON
         if self.group is not None:
             ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
             for each in self.group.workers:
@@ -149,18 +166,18 @@ class Job:
         with initialize_config_module("verl.trainer.config", version_base=None):
             model = f"actor_rollout_ref.model.path={self.model}"
             self.config = compose(
-                "ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours, *(SGLANG if sglang else [])]
+                "ppo_trainer", overrides=[model, *trainer, *BACKEND, *ours, *OWN_SERVERS.get(own, [])]
             )
         config = self.config.actor_rollout_ref
-        worker = RayClassWithInitArgs(ray.remote(TrainerWorker), config=config, role="actor")
+        worker = RayClassWithInitArgs(ray.remote(kind), config=config, role="actor")
         self.group = RayWorkerGroup(
-            RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1), worker, device_name="cpu"
+            RayResourcePool([RANKS], use_gpu=own == "vllm", max_colocate_count=1), worker, device_name="cpu"
         )
         self.group.init_model()
-        kind = get_rollout_replica_class("sglang") if sglang else Replica
-        self.replica = kind(0, config.rollout, config.model)
+        replica = get_rollout_replica_class(own) if own else Replica
+        self.replica = replica(0, config.rollout, config.model)
         self.replica.url = url
-        asyncio.run(self.replica.init_hybrid(self.group) if sglang else self.replica.launch_servers())
+        asyncio.run(self.replica.init_hybrid(self.group) if own else self.replica.launch_servers())
         manager = load_class_from_fqn(config.rollout.checkpoint_manager_class, "CheckpointEngineManager")
         settings = omega_conf_to_dataclass(config.rollout.checkpoint_engine)
         self.manager = manager(config=settings, actor_wg=self.group, replicas=[self.replica])

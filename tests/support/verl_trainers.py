@@ -6,14 +6,18 @@ place of verl's inference servers.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import ray
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
@@ -27,8 +31,10 @@ SERVER = "WEIGHTWIRE_TEST_VERL_SERVER"
 
 
 class Saving:
-    """Leaves the trained model (`saved`) and what the replica's server was told (`calls.json`), or what verl's own server for
-    SGLang generates then (`tokens.json`)."""
+    """Leaves the trained model (`saved`) and what the replica's server was told (`calls.json`), or what each of verl's own
+    servers generates then (`tokens.json`)."""
+
+    by: type = WeightwireManager
 
     def _init_resource_pool_mgr(self) -> None:
         from tests.support.verl_worker import LoopWorker
@@ -39,19 +45,46 @@ class Saving:
 
     def fit(self, *args: Any) -> None:
         super().fit(*args)  # type: ignore[misc]
-        directory = Path(os.environ[SERVER].split()[2])
         manager = getattr(self, self.replaced)
-        assert isinstance(manager, WeightwireManager)
+        assert type(manager) is self.by
+        save(manager)
+
+
+def save(manager: CheckpointEngineManager) -> None:
+    directory = Path(os.environ[SERVER].split()[2])
+    manager.actor_wg.export(str(directory / "saved"))
+    if isinstance(manager.replicas[0], Replica):
         (replica,) = manager.replicas
-        manager.actor_wg.export(str(directory / "saved"))
-        if replica.config.name == "sglang":
-            (directory / "tokens.json").write_text(json.dumps(tokens_of(replica, PROMPTS, ANSWER_TOKENS)))
-        else:
-            (directory / "calls.json").write_text(json.dumps(ray.get(replica.servers[0].get_calls.remote())))
+        (directory / "calls.json").write_text(json.dumps(ray.get(replica.servers[0].get_calls.remote())))
+    else:
+        tokens = [tokens_of(replica, PROMPTS, ANSWER_TOKENS) for replica in manager.replicas]
+        (directory / "tokens.json").write_text(json.dumps(tokens))
+
+
+class SavingManager(WeightwireManager):
+    """For verl's older trainer, which takes a manager by its name: it saves after each update."""
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
+        figures: dict[str, float] = await super().update_weights(global_steps)
+        await asyncio.to_thread(save, self)
+        return figures
 
 
 for ours in (WeightwireSync, WeightwireColocateAsync, WeightwireSeparateAsync):
     register_trainer(f"{ours.mode}_saved")(type(f"Saving{ours.__name__}", (Saving, ours), {}))
+
+
+@register_trainer("alone_saved")
+class Alone(Saving, PPOTrainerSeparateAsync):  # type: ignore[misc]
+    """verl's own trainer and verl's own manager: Weightwire is its backend and nothing more."""
+
+    by = CheckpointEngineManager
+    replaced = "standalone_checkpoint_manager"
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "separate_async"
+        super().__init__(config)
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
@@ -78,5 +111,6 @@ class Rollout(BaseRollout):  # type: ignore[misc]
     release = update_weights = resume
 
 
-RolloutReplicaRegistry.register("vllm", lambda: Replica)
-_ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.Rollout"
+if os.environ.get(SERVER, "").startswith("http"):
+    RolloutReplicaRegistry.register("vllm", lambda: Replica)
+    _ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.Rollout"

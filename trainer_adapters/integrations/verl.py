@@ -27,7 +27,14 @@ import ray
 import torch
 
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ArgumentError, ConfigError, PeerLost, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.errors import (
+    ArgumentError,
+    ConfigError,
+    PeerLost,
+    ReplicaAsleep,
+    SyncTimeout,
+    TransportUnavailable,
+)
 from trainer_adapters.integrations.options import await_ranks, checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
@@ -208,6 +215,7 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
 
         Raises `SyncTimeout` if engines of fewer ranks have registered than verl has, and what any trainer rank raises. Replicas
         that took the version keep it; the others serve the one before, or what sleeps on the trainer's devices goes on sleeping.
+        `ReplicaAsleep`: the version is committed, but one of those did not take its KV cache's memory back.
         """
         return await asyncio.to_thread(self._update, global_steps)
 
@@ -224,9 +232,20 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
         wake_up(sleepers, "weights", limit_s)
         sent = self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
         figures: Figures = _results(sent, limit_s)[0]
-        wake_up(sleepers, "kv_cache", limit_s)
-        if global_steps is not None:
-            self._tell(global_steps)
+        try:
+            wake_up(sleepers, "kv_cache", limit_s)
+        except Exception as error:
+            version = int(figures["weightwire/version"])
+            raise ReplicaAsleep(
+                f"version {version} is committed, but a replica did not take the memory of its KV cache back: {error!r}",
+                hint="it generates nothing: is its device out of memory? The next update_weights wakes it; vLLM with several "
+                "ranks has to be restarted",
+                side="trainer",
+                version=version,
+            ) from error
+        finally:
+            if global_steps is not None:
+                self._tell(global_steps)
         return figures
 
     def _tell(self, global_steps: int) -> None:
