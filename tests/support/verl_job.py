@@ -149,14 +149,15 @@ class Job:
             runtime_env={"env_vars": variables},
         )
 
-    def do_start(self, url: str = "", own: str = "", megatron: bool = False, **options: Any) -> None:
+    def do_start(self, url: str = "", own: str = "", megatron: str = "", **options: Any) -> None:
         """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends. `own`:
         the engine of verl's own server, on the trainer's devices."""
         kind, trainer = TrainerWorker, TRAINER
         if megatron:
             from tests.support.verl_megatron import MEGATRON, MegatronWorker
 
-            kind, trainer = MegatronWorker, MEGATRON
+            sharded = f"actor_rollout_ref.actor.megatron.{megatron}_model_parallel_size={RANKS}"
+            kind, trainer = MegatronWorker, [*MEGATRON, sharded]
         if self.group is not None:
             ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
             for each in self.group.workers:
