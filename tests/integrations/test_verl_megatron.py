@@ -1,6 +1,6 @@
 """verl's worker with its Megatron engine (two tensor-parallel ranks or pipeline stages, Megatron-Bridge 0.3.1) into a real vLLM.
 
-It runs in Megatron's environment, behind whose packages lie those of verl's (`tests/support/vllm_site`).
+It runs in Megatron's environment, behind whose packages lie those of verl's (`tests/support/verl_site`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture
 def job(model: Path, engine: Driver) -> Iterator[VerlJob]:  # noqa: F811
     (packages,) = (PYTHON.parents[1] / "lib").glob("python3*/site-packages")
-    path = f"{ROOT}:{ROOT / 'tests' / 'support' / 'vllm_site'}"
+    path = f"{ROOT}:{ROOT / 'tests' / 'support' / 'verl_site'}"
     job = VerlJob(model, engine, MEGATRON_PYTHON, PYTHONPATH=path, WEIGHTWIRE_TEST_VERL_SITE=str(packages))
     try:
         yield job

@@ -1,6 +1,6 @@
 """verl with its own vLLM servers, in Ray actors on a CPU: `WeightwireManager`, and verl's own manager around the backend.
 
-All of it runs in vLLM's environment, behind whose packages lie those of verl's (`tests/support/vllm_site`). A stand-in for vLLM's
+All of it runs in vLLM's environment, behind whose packages lie those of verl's (`tests/support/verl_site`). A stand-in for vLLM's
 allocator (`tests/support/verl_vllm.py`) overwrites what vLLM releases. verl 0.9.1 pins vLLM 0.24.0.
 """
 
@@ -36,7 +36,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
         ENVIRONMENT
         | VARIABLES
         | {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support' / 'vllm_site'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support' / 'verl_site'}",
             "TORCHDYNAMO_DISABLE": "1",
             "WEIGHTWIRE_TEST_MEMORY": str(tmp_path / "memory"),
             "WEIGHTWIRE_TEST_NO_DEVICES": "0",

