@@ -58,6 +58,8 @@ class Family:
     that reads images."""
     stand_ins: bool = False
     """Whether SGLang's processes import `sglang_stand_ins`, and attend as that does."""
+    sglang_for_gpus: bool = False
+    """Whether SGLang takes its code for GPUs (`sglang_gpu_classes`), which answers nothing."""
     medium: str = ""
     """"image" or "sound", if vLLM is also asked about some."""
     place: tuple[int, ...] = ()
@@ -239,6 +241,7 @@ def _family(
     torchvision: bool = False,
     stand_ins: bool = False,
     gpu_class: str = "",
+    sglang_for_gpus: bool = False,
     publish: Publish = dict,
     **overrides: Any,
 ) -> Family:
@@ -254,7 +257,12 @@ def _family(
         publish=publish,
         overrides=overrides,
     )
-    more = {"torchvision": torchvision, "stand_ins": stand_ins, "gpu_class": gpu_class}
+    more = {
+        "torchvision": torchvision,
+        "stand_ins": stand_ins,
+        "gpu_class": gpu_class,
+        "sglang_for_gpus": sglang_for_gpus,
+    }
     return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, **more)
 
 
@@ -355,6 +363,8 @@ DEEPSEEK: dict[str, Any] = {
 }
 """What published DeepSeek models say and the configurations of transformers leave out; SGLang has no other rotary embeddings for
 DeepSeek on a CPU."""
+OF_GPUS: dict[str, Any] = {"moe_layer_freq": 1}
+"""The same for SGLang's code for GPUs."""
 STATE: dict[str, Any] = {
     "num_attention_heads": REMOVED,
     "num_key_value_heads": REMOVED,
@@ -862,6 +872,8 @@ FAMILIES: dict[str, Family] = {
                 name,
                 stem,
                 gpu_class=package,
+                sglang=_configured(**OF_GPUS, indexer_rope_interleave=name == "glm_moe_dsa"),
+                sglang_for_gpus=True,
                 **LATENT,
                 **ROUTED_EXPERTS,
                 **INDEXER,
@@ -880,9 +892,10 @@ FAMILIES: dict[str, Family] = {
                 publish=_in_fp8_blocks,
                 dtype="bfloat16",
                 vllm=WHOLE_PROMPTS,
-                engines=("vllm",),
+                sglang=_configured(**OF_GPUS, indexer_rope_interleave=name == "glm_moe_dsa"),
                 entries={"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"} | BLOCKS},
                 gpu_class="deepseek_v32",
+                sglang_for_gpus=True,
                 **WIDE_LATENT,
                 **ROUTED_EXPERTS | {"moe_intermediate_size": 128},
                 **INDEXER,

@@ -86,6 +86,10 @@ class Host:
         """What the modules of the open engine reach."""
         raise NotImplementedError
 
+    def is_mute(self, family: Family) -> bool:
+        """Whether the engine takes a class for GPUs, which computes nothing here."""
+        raise NotImplementedError
+
     def say(self, family: Family, *, mute: bool = False) -> Said:
         """What the open engine says; of a mute one, what its modules reach. Raises `EngineMute`."""
         try:
@@ -177,6 +181,9 @@ class VllmHost(Host):
         (state,) = self.driver.rpc("ext_state")
         return Said([], state)
 
+    def is_mute(self, family: Family) -> bool:
+        return bool(family.gpu_class)
+
 
 class SglangHost(Host):
     """SGLang engines, each in processes of its own. Without its cache of prefixes: an answer made from one differs in the last
@@ -188,7 +195,10 @@ class SglangHost(Host):
         if family.stand_ins:
             arguments["attention_backend"] = "triton"
         try:
-            driver = (SglangWithStandIns if family.stand_ins else SglangAnswers)(self.runtime)
+            kind = (
+                SglangForGpus if family.sglang_for_gpus else SglangWithStandIns if family.stand_ins else SglangAnswers
+            )
+            driver = kind(self.runtime)
             self.driver = driver.__enter__()
             arguments |= {"dtype": family.dtype, "disable_radix_cache": True, **family.sglang}
             driver.open(checkpoint, **arguments)
@@ -198,8 +208,17 @@ class SglangHost(Host):
     def answers(self, family: Family) -> Said:
         assert self.driver is not None
         if family.answer == "tokens":
-            return Said(self.driver.call("say", prompts=PROMPTS, count=COUNT, logprobs=LOGPROBS), {})
-        return Said(_vectors(self.driver.call("pool", texts=TEXTS)), {})
+            said = self.driver.call("say", prompts=PROMPTS, count=COUNT, logprobs=LOGPROBS)
+        else:
+            said = _vectors(self.driver.call("pool", texts=TEXTS))
+        return Said(said, self.reach().state)
+
+    def reach(self) -> Said:
+        assert self.driver is not None
+        return Said([], self.driver.call("state", directory=str(self.runtime)))
+
+    def is_mute(self, family: Family) -> bool:
+        return family.sglang_for_gpus
 
 
 class PoolingDriver(Driver):
@@ -223,6 +242,12 @@ class SglangWithStandIns(SglangAnswers):
         super().__init__(runtime, TRITON_INTERPRET="1")
 
 
+class SglangForGpus(SglangWithStandIns):
+    """SGLang that also takes its code for GPUs, which computes nothing here."""
+
+    preloads = ("tests.support.sglang_gpu_classes", *SglangAnswers.preloads)
+
+
 def run_trial(
     host: Host,
     family: Family,
@@ -235,10 +260,12 @@ def run_trial(
     """From A to B and back, `updates` times in a row, by one manager, in a fresh engine of A."""
     model_a = versions[0]
     trial = FamilyTrial("does not start")
-    is_mute = host.reaches and bool(family.gpu_class)
+    is_mute = host.is_mute(family)
     say = partial(host.say, family, mute=is_mute)
     if is_mute:
-        trial.words = "what its modules reach was compared, and answers were not: vLLM's class for GPUs gives none here"
+        trial.words = (
+            "what its modules reach was compared, and answers were not: the engine's class for GPUs gives none here"
+        )
     try:
         try:
             fresh = _fresh(say, host, family, versions, plain=plain)

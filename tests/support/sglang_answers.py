@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from tests.support import sglang_driver, sglang_latent
+import torch
+from sglang.srt.managers.scheduler import Scheduler  # type: ignore[import-not-found]
 
-sglang_latent.give()  # in the schedulers as well, which are spawned from this module
+from tests.support import sglang_driver, sglang_latent
+from tests.support.reachable import reachable
+
+
+def _write_state(scheduler: Any, *, directory: str) -> None:
+    """Writes all that the served model reaches, as a file of this rank."""
+    path = Path(directory, f"state-{torch.distributed.get_rank()}.json")
+    path.write_text(json.dumps(reachable(scheduler.tp_worker.model_runner.model)))
+
+
+# In the schedulers as well, which are spawned from this module.
+sglang_latent.give()
+Scheduler.write_state = _write_state
 
 
 class Driver(sglang_driver.Driver):
@@ -29,6 +44,12 @@ class Driver(sglang_driver.Driver):
             "logprobs": repr(meta["output_top_logprobs"]),
             "end": meta["finish_reason"]["type"],
         }
+
+    def do_state(self, directory: str) -> dict[str, str]:
+        """All that the model of the only rank reaches."""
+        self.llm.collective_rpc("write_state", directory=directory)
+        state: dict[str, str] = json.loads(Path(directory, "state-0.json").read_text())
+        return state
 
     def do_pool(self, texts: list[str]) -> list[str]:
         """The vector of each text, in words."""
