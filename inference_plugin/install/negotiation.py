@@ -174,8 +174,9 @@ class _Negotiation:
                     phase="open",
                 )
             return
-        if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
-            changed = {self._manifest.sent_name(name): dtype for name, dtype in plan.dtypes_wanted.items()}
+        differ = self._differing(plan)
+        if wrong := [f"{name}: {plan.dtype_conflicts[name]}" for name in differ]:
+            changed = {self._manifest.sent_name(name): dtype for name, dtype in differ.items()}
             own = {spec.name: spec.dtype for spec in self._manifest.tensors}
             wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
             check_quantises_nothing(own, wanted)
@@ -194,6 +195,18 @@ class _Negotiation:
             raise ManifestMismatch(
                 f"several tensors of the manifest fill the same elements: {first_few(list(plan.doubled))}", phase="open"
             )
+
+    def _differing(self, plan: PlacementPlan) -> dict[str, torch.dtype]:
+        """The engine's dtypes of tensors that its loader would cast. Without those of which its loader makes floats of integers,
+        or the reverse, and had to do so at the start, too (the shapes and zeros of experts in four bits): no rule of dtypes
+        would, and the loader does it again."""
+        sent = {name: dtype for name, _, dtype in self._tensors}
+        own = {name: dtype for name, (_, dtype) in self._checkpoint.items()}
+        return {
+            name: dtype
+            for name, dtype in plan.dtypes_wanted.items()
+            if own.get(name) != sent[name] or sent[name].is_floating_point == dtype.is_floating_point
+        }
 
     @property
     def _misfits(self) -> Misfits:

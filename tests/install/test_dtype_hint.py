@@ -13,7 +13,8 @@ from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.dtype_hint import MOST_RULES, dtype_line
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.tensors import torch_dtype
-from tests.support.plain_engine import PlainEngineModel, checkpoint, manifest_of
+from tests.install.installing import update
+from tests.support.plain_engine import WIDTH, PlainEngineModel, checkpoint, manifest_of
 from trainer_adapters.sources.selection import DtypeRules
 
 PARTS = st.sampled_from(["model", "layers", "0", "1", "12", "norm", "A_log", "weight"])
@@ -64,3 +65,28 @@ def test_no_cast_is_offered_in_place_of_a_quantisation() -> None:
     with pytest.raises(ManifestMismatch, match=r"quantised weights, .*layers\.0\.out\.weight \(1 in all\)") as raised:
         ModelInstaller(model).open(manifest_of(checkpoint(1)), "copy", partial=False)
     assert raised.value.dtypes == {} and "with their scales" in raised.value.hint
+
+
+class OfIntegers(PlainEngineModel):
+    """An engine whose loader makes floats of a tensor of its checkpoint, as SGLang's does of experts in four bits."""
+
+    def checkpoint(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        tensors = checkpoint(0) | {"norm.weight": torch.arange(WIDTH)}
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def test_a_cast_of_integers_that_the_engine_did_at_its_start_is_done_again_and_no_other() -> None:
+    """No dtype rule would do it: it turns integers into floats."""
+    tensors = checkpoint(1) | {"norm.weight": torch.arange(WIDTH).flip(0)}
+    model = OfIntegers(2, 0, 1)
+    installer = ModelInstaller(model)
+    manifest = manifest_of(tensors)
+    assert installer.open(manifest, "copy", partial=False).mechanism == "loader"
+    update(installer, manifest, tensors)
+    assert model.live.get_parameter("norm.weight").tolist() == tensors["norm.weight"].tolist()
+    for engine, sent in (
+        (model, checkpoint(1)["norm.weight"].bfloat16()),
+        (PlainEngineModel(2, 0, 1), tensors["norm.weight"]),
+    ):
+        with pytest.raises(ManifestMismatch, match=r"dtypes differ: norm\.weight"):
+            ModelInstaller(engine).open(manifest_of(tensors | {"norm.weight": sent}), "copy", partial=False)

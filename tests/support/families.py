@@ -22,7 +22,7 @@ from tests.support.multimodal import FAMILIES as MULTIMODAL
 from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
 from tests.support.multimodal_more import MORE
 from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
-from tests.support.quantised import FOR_VLLM, FP8, QUANTISED
+from tests.support.quantised import FOR_SGLANG, FOR_VLLM, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
@@ -851,7 +851,9 @@ FAMILIES: dict[str, Family] = {
             "longcat_flash",
             "LongcatFlash",
             vllm=PLAIN_LATENT,
-            sglang=_configured(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+            sglang=_configured(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+            | {"attention_backend": "torch_native"},
+            stand_ins=True,
             publish=_without_experts_that_pass_on,
             **LATENT,
             num_hidden_layers=REMOVED,
@@ -1399,7 +1401,7 @@ FAMILIES: dict[str, Family] = {
                     != "kimi-k2.5",  # SGLang asks for the processor that comes with the checkpoint
                     "trust_remote_code": medium.vllm.get("trust_remote_code", False),
                 }
-                | ({"attention_backend": "torch_native"} if name == "kimi-k2.5" else {})
+                | ({"attention_backend": "torch_native"} if name in ("kimi-k2.5", "kimi-vl") else {})
                 | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4")) else {}),
                 torchvision=True,
                 stand_ins=True,
@@ -1481,7 +1483,21 @@ FAMILIES: dict[str, Family] = {
                 ("mxfp4", {}),
             )
         ),
-        *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
+        *(
+            Family(
+                f"llama-{scheme}",
+                maker,
+                "tokens",
+                "bfloat16",
+                stand_ins=scheme == "w8a8-int8-static",
+                sglang_for_gpus=scheme != "w8a8-int8-static",
+            )
+            for scheme, maker in QUANTISED.items()
+        ),
+        *(
+            Family(name, maker, "tokens", "bfloat16", engines=("sglang",), sglang_for_gpus=True)
+            for name, maker in FOR_SGLANG.items()
+        ),
         *(Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS, stand_ins=True) for name, maker in FP8.items()),
         *(
             Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS | CACHES.get(name, {}), engines=("vllm",))

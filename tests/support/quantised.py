@@ -16,7 +16,7 @@ import torch
 from tests.support.checkpoints import Maker, gpt_oss, load, rewrite
 from tests.support.models import make_llama, make_qwen3, make_qwen3_moe
 
-__all__ = ["FOR_VLLM", "FP8", "QUANTISED", "that_start", "w4a16"]
+__all__ = ["FOR_SGLANG", "FOR_VLLM", "FP8", "QUANTISED", "that_start", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -60,11 +60,14 @@ def pack_quantized(rows: int, columns: int, random: torch.Generator) -> Parts:
 def gptq(*, act_order: bool) -> Quantise:
     def quantise(rows: int, columns: int, random: torch.Generator) -> Parts:
         groups = torch.arange(columns, dtype=torch.int32) // GROUP
+        inputs = torch.Generator().manual_seed(
+            columns + random.initial_seed()
+        )  # layers of the same input share their order
         return {
             "qweight": _words(columns // IN_A_WORD, rows, random=random),
             "qzeros": torch.full((columns // GROUP, rows // IN_A_WORD), 0x77777777, dtype=torch.int32),
             "scales": _scales(columns // GROUP, rows, random=random),
-            "g_idx": groups[torch.randperm(columns, generator=random)] if act_order else groups,
+            "g_idx": groups[torch.randperm(columns, generator=inputs)] if act_order else groups,
         }
 
     return quantise
@@ -212,6 +215,7 @@ GPTQ = {
     "lm_head": False,
     "checkpoint_format": "gptq",
 }
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 
 
 def w4a16(**shape: Any) -> Maker:
@@ -299,11 +303,16 @@ FOR_VLLM: dict[str, Maker] = {
     "gpt_oss-mxfp4": gpt_oss_mxfp4,
 }
 """Formats that SGLang doesn't start with on a CPU, or that only vLLM has."""
+FOR_SGLANG: dict[str, Maker] = {
+    "qwen3_moe-w4a16": _llama(pack_quantized, _compressed("pack-quantized", INT4, None), make_qwen3_moe),
+    "qwen3_moe-gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}, make_qwen3_moe),
+    "qwen3_moe-awq": _llama(awq, AWQ | {"modules_to_not_convert": ["mlp.gate."]}, make_qwen3_moe),
+}
 QUANTISED: dict[str, Maker] = {
     "w4a16": w4a16(),
     "w8a8-int8-static": _llama(int8_static, _compressed("int-quantized", INT8, STATIC)),
     "gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}),
     "gptq-act-order": _llama(gptq(act_order=True), GPTQ | {"desc_act": True}),
-    "awq": _llama(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "awq": _llama(awq, AWQ),
 }
 """By the scheme's name."""

@@ -74,6 +74,7 @@ def give() -> None:
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models import minimax_m2
 
     attention_registry.ATTENTION_BACKENDS["triton"] = _torch_attention()
@@ -86,14 +87,15 @@ def give() -> None:
     FusedRMSNormGated.forward = _gated_norm
     layernorm_gated._get_sm_count = lambda _: 1
     fused_moe.fused_moe = _experts
-    fused_moe_native.moe_forward_native = _or_without_gate(fused_moe_native.moe_forward_native)
+    fused_moe_native.moe_forward_native = _or_one_by_one(fused_moe_native.moe_forward_native)
+    factory.get_rope_cpu = _or_as_on_a_gpu(factory.get_rope_cpu, factory.get_rope)
     give_quantised()
     minimax_m2.rms_sumsq_serial = lambda *_: None
     minimax_m2.rms_apply_serial = _two_norms
 
 
 def give_quantised() -> None:
-    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization import fp8, utils
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
     compressed_tensors.CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
@@ -102,7 +104,7 @@ def give_quantised() -> None:
     fp8._is_cpu = False
     fp8.cutlass_fp8_supported = lambda *_: True
     fp8.per_token_group_quant_fp8 = lambda x, _: _in_fp8(x, x.float().abs().amax(-1, keepdim=True) / FP8_MAX)
-    fp8.scaled_fp8_quant = lambda x, scale=None: _in_fp8(x, x.float().abs().max() / FP8_MAX if scale is None else scale)
+    fp8.scaled_fp8_quant = utils.scaled_fp8_quant = _quantised_in_fp8
     fp8.apply_fp8_linear = _linear_in_fp8
     fp8.dispatch_w8a8_block_fp8_linear = lambda **_: _linear_in_fp8_blocks
     fp8.Fp8MoEMethod.apply = _experts_in_fp8
@@ -113,6 +115,10 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 def _in_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale.float()
+
+
+def _quantised_in_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return _in_fp8(x, x.float().abs().max() / FP8_MAX if scale is None else scale)
 
 
 def _linear_in_fp8(
@@ -185,18 +191,38 @@ def _experts(
     return moe_forward_native(experts, hidden_states, topk_output, moe_runner_config)
 
 
-def _or_without_gate(gated: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`moe_forward_native` that also has experts without a gate, whose activation is a squared ReLU (Nemotron-H)."""
+def _or_as_on_a_gpu(on_a_cpu: Callable[..., Any], on_a_gpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Rotary embeddings of latent attention: SGLang has one kind of them on a CPU."""
+
+    def rotary(*arguments: Any) -> Any:
+        scaling = arguments[5]
+        return on_a_cpu(*arguments) if scaling else on_a_gpu(*arguments[:-1])  # without the device
+
+    return rotary
+
+
+def _or_one_by_one(known: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`moe_forward_native` that also has experts without a gate, whose activation is a squared ReLU (Nemotron-H), weights that
+    scale an expert's input (Llama 4), and the same
+    expert in two places of one token (LongCat, in those of experts that compute nothing)."""
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-        if config.activation != "relu2":
-            return gated(layer, x, topk_output, config)
         weights, experts, _ = topk_output
+        scaled = config.apply_router_weight_on_input
+        twice = experts.sort(1).values.diff(dim=1) == 0
+        if config.activation != "relu2" and not scaled and not twice.any():
+            return known(layer, x, topk_output, config)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for place in range(experts.shape[1]):
+            weight = weights[:, place, None].float()
             up, down = (each[experts[:, place].long()].float() for each in (layer.w13_weight, layer.w2_weight))
-            inner = torch.einsum("tmh,th->tm", up, x.float()).relu().square()
-            out += weights[:, place, None].float() * torch.einsum("thm,tm->th", down, inner)
+            inner = torch.einsum("tmh,th->tm", up, x.float() * weight if scaled else x.float())
+            if config.activation == "relu2":
+                inner = inner.relu().square()
+            else:
+                gate, inner = inner.chunk(2, -1)
+                inner = torch.nn.functional.silu(gate) * inner
+            out += (1 if scaled else weight) * torch.einsum("thm,tm->th", down, inner)
         return out.to(x.dtype)
 
     return forward

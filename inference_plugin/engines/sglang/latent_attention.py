@@ -2,14 +2,18 @@
 
 DeepSeek-V2, -V3, their relatives and Kimi Linear derive them at the end of each load (`post_load_weights`), from the projection
 as the checkpoint has it, before a quantisation method post-processes that. Here the same method runs on a twin of the model in
-which one attention module is a stand-in. MiniCPM3's loader derives them itself, and then removes the projection: it runs
-without tensors on a model of one layer, whose attention is the stand-in.
+which one attention module is a stand-in. Methods that take no such choice run on a model of one layer, whose attention is the
+stand-in: Sarvam-MLA's, and LongCat-Flash's, which also scales two norms of each attention. MiniCPM3's loader derives them itself,
+and then removes the projection: it runs so too, without tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +34,13 @@ _DERIVED = ("w_kc", "w_vc", "w_scale")
 _DRAFT_LAYER = "decoder"
 """A layer for multi-token prediction, the only one of a draft."""
 
+_LONGCAT = "longcat_flash", "LongcatFlashForCausalLM"
+_SARVAM = "sarvam_moe", "SarvamMLAForCausalLM"
+"""Models with a method of their own: SGLang's module, and the class."""
+
+_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+"""Submodules of LongCat's attention that its method scales."""
+
 _GATHERED = ("w_kc_qrep", "q_b_proj_qrep_weight")
 """Weights that SGLang gathers over the ranks of a decode context (`--dcp-replicate-q-proj`)."""
 
@@ -38,6 +49,10 @@ def derive_nothing(skeleton: nn.Module) -> None:
     """From now on `post_load_weights` does nothing on `skeleton`: loads fill its parameters only."""
     for _, model in _models(skeleton):
         model.post_load_weights = _nothing
+    for _, model in _of(skeleton, _LONGCAT):
+        model.post_load_weights = _nothing
+    for _, model in _of(skeleton, _SARVAM):
+        model._set_mla_wkc_wvc = _nothing
 
 
 @contextlib.contextmanager
@@ -63,13 +78,22 @@ def latent_finishers(skeleton: nn.Module) -> Mapping[str, Callable[[nn.Module], 
         for layer in _layers(model.model):
             attention = f"model.{layer}.self_attn"
             if hasattr(model.get_submodule(attention), KV_PROJECTION):
-                found[f"{name}.{attention}" if name else attention] = functools.partial(_derive, model, attention)
+                found[_below(name, attention)] = functools.partial(_derive, model, attention)
+    for name, model in _of(skeleton, _SARVAM):
+        for layer in _layers(model.model):
+            found[_below(name, f"model.{layer}.self_attn")] = functools.partial(_derive_sarvam, model)
+    for name, model in _of(skeleton, _LONGCAT):
+        for number, part in itertools.product(range(model.config.num_hidden_layers), range(2)):
+            attention = _below(name, f"model.layers.{number}.self_attn.{part}")
+            found[attention] = functools.partial(_derive_longcat, model, "")
+            for norm in _NORMS:
+                found[f"{attention}.{norm}"] = functools.partial(_derive_longcat, model, norm)
     return found | dict.fromkeys(_mini_attentions(skeleton), _derive_by_a_load)
 
 
 def why_underivable(model: nn.Module) -> str | None:
     """Why the weights that the load of `model` derived can't be derived again module by module; None if they can."""
-    known = {id(one) for _, one in _models(model)}
+    known = {id(one) for _, one in (*_models(model), *_of(model, _LONGCAT))}
     for name, module in model.named_modules():
         if hasattr(module, "post_load_weights") and id(module) not in known and not _only_delegates(module):
             return f"{type(module).__name__} post-processes as a whole"
@@ -105,6 +129,19 @@ def _kimi_linear() -> Any:
 
         return KimiLinearForCausalLM
     return None
+
+
+def _of(root: nn.Module, which: tuple[str, str]) -> list[tuple[str, Any]]:
+    """The models of this class at or below `root`, by name."""
+    module, kind = which
+    found = getattr(
+        sys.modules.get(f"sglang.srt.models.{module}"), kind, ()
+    )  # a model was made of it, or there is none
+    return [(name, model) for name, model in root.named_modules() if isinstance(model, found)]
+
+
+def _below(root: str, name: str) -> str:
+    return f"{root}.{name}" if root else name
 
 
 class _Bare:
@@ -162,6 +199,35 @@ def _derive(model: Any, attention: str, stand_in: nn.Module) -> None:
         return
     is_draft = _layers(model.model) == [_DRAFT_LAYER]
     type(model).post_load_weights(twin, is_nextn=is_draft, weight_names=[f"{attention}.{KV_PROJECTION}.weight"])
+
+
+def _derive_sarvam(model: Any, stand_in: nn.Module) -> None:
+    layers = [SimpleNamespace(self_attn=stand_in)]
+    one = SimpleNamespace(model=SimpleNamespace(layers=layers), start_layer=0, end_layer=1)
+    type(model)._set_mla_wkc_wvc(one)
+
+
+def _derive_longcat(model: Any, norm: str, stand_in: nn.Module) -> None:
+    """`norm`: which part of an attention `stand_in` stands for; "" if it stands for the attention itself."""
+    attentions: list[Any] = [_Attention() if norm else stand_in, _Attention()]
+    if norm:
+        setattr(attentions[0], norm, stand_in)
+    config = copy.copy(model.config)
+    config.num_hidden_layers = 1
+    layers = SimpleNamespace(layers=[SimpleNamespace(self_attn=attentions)])
+    one: Any = SimpleNamespace(config=config, quant_config=model.quant_config, model=layers)
+    type(model).post_load_weights(one)
+
+
+class _Attention:
+    """In the place of an attention: there is something to derive from, and nobody keeps what is derived."""
+
+    qk_nope_head_dim = v_head_dim = 1
+    w_kc = w_vc = w_scale = None
+
+    def __init__(self) -> None:
+        for part, shape in ((KV_PROJECTION, (2, 1)), *((norm, (1,)) for norm in _NORMS)):
+            setattr(self, part, SimpleNamespace(weight=torch.zeros(shape)))
 
 
 def _nothing(**_: Any) -> None: ...
