@@ -9,7 +9,8 @@ at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,15 @@ from torch import nn
 from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
 from inference_plugin.install.proof import BUDGET_BYTES, Groups, Member
 from inference_plugin.install.storages import equal_bytes, storage_views
-from inference_plugin.install.trial_load import check_trial_fits, in_batches, loaded, poison, trial_tensors
+from inference_plugin.install.trial_load import (
+    POISON,
+    Materialised,
+    check_trial_fits,
+    filled_with,
+    in_batches,
+    loaded,
+    trial_tensors,
+)
 from inference_plugin.wire.errors import lacks_resources
 
 __all__ = ["Part", "ProvenParts", "prove_parts"]
@@ -78,12 +87,17 @@ def prove_parts(
                 trial_tensors(tensors if whole else [infos[n] for part in batch for n in part.sources], device)
             )
             everything = Part(tuple(given), tuple(key for part in batch for key in part.destinations))
-            together, _ = _load(everything, skeleton, load, given, device)
+            with _loaded(everything, skeleton, load, given, device) as held:
+                together = held.flats
             for part in batch:
-                alone, left = _load(part, skeleton, load, given, device)
-                uncovered |= left
+                with _loaded(part, skeleton, load, given, device) as held:
+                    alone, left = held.flats, held.left(skeleton)
                 if wrong := [key for key in part.destinations if not equal_bytes(alone[key], together[key])]:
                     return ProvenParts(why=f"the loader computes {wrong[0]} differently from its own tensors alone")
+                del alone, held  # their memory
+                if left:
+                    with _loaded(part, skeleton, load, given, device, 0) as again:
+                        uncovered |= again.left_again(left)
     except Exception as error:  # a loader may insist on every name; any exception means "not part by part"
         if lacks_resources(error):
             raise
@@ -108,17 +122,19 @@ def _of_kind(kind: str, members: Iterable[Member]) -> tuple[str, ...]:
     return tuple(sorted(name for of, name in members if of == kind))
 
 
-def _load(
+@contextmanager
+def _loaded(
     part: Part,
     skeleton: nn.Module,
     load: LoadWeights,
     given: Mapping[str, torch.Tensor],
     device: torch.device,
-) -> tuple[Mapping[str, torch.Tensor], dict[str, int]]:
-    """The part's storages after a load, and the number of elements that it left as 0xFF, by parameter."""
-    tensors, chosen = iter([(name, given[name]) for name in part.sources]), set(part.destinations)
-    with loaded(skeleton, chosen, load, tensors, lambda _, flat: poison(flat), device) as held:
-        return held.flats, held.unwritten(skeleton)
+    byte: int = POISON,
+) -> Iterator[Materialised]:
+    """The part's storages, which started as this byte, after a load."""
+    tensors = iter([(name, given[name]) for name in part.sources])
+    with loaded(skeleton, set(part.destinations), load, tensors, filled_with(byte), device) as held:
+        yield held
 
 
 def _trial_bytes(batch: Sequence[Part], sizes: Mapping[str, int], storages: Mapping[str, int]) -> int:

@@ -20,7 +20,7 @@ from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
     "LoaderCoverage", "Materialised", "check_trial_fits", "handed_out_bytes", "in_batches", "loaded", "loader_coverage",
-    "materialised", "poison", "trial_tensors",
+    "POISON", "filled_with", "materialised", "poison", "trial_tensors",
 ]  # fmt: skip
 
 POISON = 0xFF
@@ -59,13 +59,18 @@ class Materialised:
             if storage_id(place) != storage_id(tensor):
                 place.copy_(tensor)
 
-    def unwritten(self, skeleton: nn.Module) -> dict[str, int]:
-        """The number of elements that a load left as 0xFF, by parameter."""
+    def left(self, skeleton: nn.Module) -> dict[str, Tensor]:
+        """Which elements a load left as 0xFF, by parameter; only of parameters that have some."""
         return {
-            name: count
+            name: _still(self.places[name], POISON)
             for name, _, is_parameter in named_tensors(skeleton)
-            if is_parameter and self.keys[name] in self.flats and (count := _poisoned(self.places[name]))
+            if is_parameter and self.keys[name] in self.flats and _poisoned(self.places[name])
         }
+
+    def left_again(self, left: Mapping[str, Tensor]) -> dict[str, int]:
+        """The number of those elements that a load into zeros left as zeros, by parameter. A loader may also compute 0xFF."""
+        counts = {name: int((there & _still(self.places[name], 0)).sum()) for name, there in left.items()}
+        return {name: count for name, count in counts.items() if count}
 
 
 @contextmanager
@@ -147,11 +152,17 @@ def loader_coverage(
     The skeleton starts as 0xFF, and no trial tensor holds such a byte. A tensor's bytes follow from its name, so that a load of
     fewer tensors can be compared. Holds the memory of the whole model meanwhile. Raises as `loaded` does.
     """
-    trial, every = trial_tensors(tensors, device), set(storage_views(skeleton))
-    with loaded(skeleton, every, load_weights, trial, lambda _, storage: poison(storage), device) as held:
+    every = set(storage_views(skeleton))
+    with loaded(skeleton, every, load_weights, trial_tensors(tensors, device), filled_with(POISON), device) as held:
         written = frozenset(key for key, storage in held.flats.items() if _poisoned(storage) < storage.numel())
         sums = {key: zlib.crc32(bytes_view(storage.cpu()).numpy().data) for key, storage in held.flats.items()}
-        return LoaderCoverage(held.unwritten(skeleton), written, sums)
+        left = held.left(skeleton)
+    del held  # its memory
+    unwritten: Mapping[str, int] = {}
+    if left:
+        with loaded(skeleton, every, load_weights, trial_tensors(tensors, device), filled_with(0), device) as again:
+            unwritten = again.left_again(left)
+    return LoaderCoverage(unwritten, written, sums)
 
 
 def check_trial_fits(nbytes: int, free_bytes: float, of: str = "the engine's loader") -> None:
@@ -196,6 +207,20 @@ def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterat
 def poison(tensor: Tensor) -> None:
     """Fills a contiguous tensor with 0xFF, so that a byte that stays unwritten shows up in a comparison."""
     bytes_view(tensor).fill_(POISON)
+
+
+def filled_with(byte: int) -> Start:
+    """Every storage starts as this byte."""
+
+    def start(_: str, storage: Tensor) -> None:
+        bytes_view(storage).fill_(byte)
+
+    return start
+
+
+def _still(tensor: Tensor, byte: int) -> Tensor:
+    """Which elements have this byte only, flat."""
+    return (bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size()) == byte).all(1)
 
 
 def _poisoned(tensor: Tensor) -> int:

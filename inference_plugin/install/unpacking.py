@@ -7,13 +7,15 @@ index at a time. A form that scales or rounds its elements shows no order and is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from inference_plugin.install.graph import Path, child_at
 from inference_plugin.install.post_processing import NOISE_BOUND, PostProcessing
+from inference_plugin.install.storages import equal_bytes
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.tensors import bytes_view
 
@@ -65,7 +67,7 @@ class Unpacking:
         bits = BYTE_BITS * dtype.itemsize
         found = torch.zeros(size, dtype=torch.int64, device=live[0].device)
         for shift in range(0, count.bit_length(), bits):
-            packed = self._packed(module, key, paths, shift, bits)
+            packed = self._packed(module, key, paths, partial(_number, shift=shift, bits=bits))
             if packed is None or [(t.shape, t.dtype) for t in packed] != [(t.shape, t.dtype) for t in live]:
                 return None
             found |= _numbers(_flat(packed).to(found.device)) << shift
@@ -74,19 +76,24 @@ class Unpacking:
         if len(places) != count or int(found.max()) > count:
             return None
         order[found[places] - 1] = places.to(order.dtype)
-        return None if bool((order < 0).any()) else order
+        if bool((order < 0).any()):
+            return None
+        others: list[torch.Tensor] = []
+        packed = self._packed(module, key, paths, lambda made: others.append(made.clone()))
+        # An order that hangs on the elements (GPTQ's groups, sorted) is none.
+        return order if packed and equal_bytes(_flat(packed).to(found.device)[order], others[0]) else None
 
-    def _packed(self, module: str, key: str, paths: Sequence[Path], shift: int, bits: int) -> list[torch.Tensor] | None:
-        """What post-processing makes of a storage in which each element is its index plus one, of which `bits` bits from `shift`
-        on."""
+    def _packed(
+        self, module: str, key: str, paths: Sequence[Path], note: Callable[[torch.Tensor], None]
+    ) -> list[torch.Tensor] | None:
+        """What post-processing makes of random storages, of which `note` gets `key` first."""
         post = self._post
         noise = post.noise(1)
 
         def storage(asked: str) -> torch.Tensor:
             made = noise(asked)
             if asked == key:
-                numbers = torch.arange(1, made.numel() + 1, device=made.device) >> shift & (1 << bits) - 1
-                _set_numbers(made, numbers)
+                note(made)
             return made
 
         stand_in = post.stand_in(module, storage)
@@ -105,6 +112,11 @@ def _tensors(module: nn.Module, paths: Sequence[Path]) -> list[torch.Tensor] | N
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _number(flat: torch.Tensor, shift: int, bits: int) -> None:
+    """Writes the index of each element plus one to it: `bits` bits from `shift` on."""
+    _set_numbers(flat, torch.arange(1, flat.numel() + 1, device=flat.device) >> shift & (1 << bits) - 1)
 
 
 def _set_numbers(flat: torch.Tensor, numbers: torch.Tensor) -> None:

@@ -59,6 +59,29 @@ class Demanding(Model):
         super().load_weights(held.items())
 
 
+class Counting(Model):
+    """`decay` counts from minus one, whose byte is 0xFF, as two numbers of four bits may be that are put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.decay = nn.Parameter(torch.empty(4, dtype=torch.int8), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name.endswith("log"):
+                self.get_parameter(name.replace("log", "decay")).data.copy_((8 * tensor.abs()).floor() - 1)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+class DemandingCounting(Counting):
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(tensors)
+        assert "head" in held
+        super().load_weights(held.items())
+
+
 class Engine(LiveModel):
     def __init__(self, kind: type[Model]) -> None:
         live = kind()
@@ -124,6 +147,11 @@ def test_a_loader_that_computes_otherwise_with_less_is_given_everything(kind: ty
     engine, why = updated(kind)
     assert [len(real) for real in engine.loads] == [5]
     assert f"not part by part: the loader {words}" in why
+
+
+@pytest.mark.parametrize("kind", [Counting, DemandingCounting])
+def test_what_the_loader_computes_counts_as_written_whatever_its_bytes_are(kind: type[Model]) -> None:
+    updated(kind)
 
 
 def test_a_part_that_the_trainer_leaves_out_is_refused() -> None:
