@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 
+from inference_plugin.wire.errors import ManifestMismatch
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds
 from tests.support.plain_engine import checkpoint
@@ -46,3 +48,26 @@ def test_no_generator_has_to_switch_gradients_off_by_itself(start: Start) -> Non
         for version in (1, 2):
             updates.update(export(), version)
     assert holds(rig, 1)
+
+
+def test_a_tied_weight_that_a_generator_yields_under_both_names_is_checked_and_travels_once(start: Start) -> None:
+    """Frameworks yield a state dict, gathered: copies, which share no memory."""
+    rig = start()
+
+    def yielded(version: int, *, tied: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = checkpoint(version)
+        yield from weights.items()
+        yield "head.weight", weights["embed.weight"].clone() if tied else -weights["embed.weight"]
+
+    with SyncManager(timeout_s=60) as manager:
+        updates = GeneratorUpdates(manager, None)
+        with pytest.raises(ManifestMismatch, match=r"no place for: head\.weight"):
+            updates.update(yielded(1, tied=False))
+        for version in (1, 2):
+            updates.update(yielded(version))
+            assert holds(rig, version)
+        with pytest.raises(ManifestMismatch, match=r"head\.weight differs from embed\.weight"):
+            updates.update(yielded(3, tied=False))
+        assert holds(rig, 2)
+        updates.update(yielded(4))
+        assert holds(rig, 4)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from inference_plugin.wire.errors import ArgumentError
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from inference_plugin.wire.reports import UpdateReport
+from inference_plugin.wire.tensors import bytes_view
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
 
@@ -26,17 +27,33 @@ class GeneratorUpdates:
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> UpdateReport:
         """As `SyncManager.update`; collective like it. A failed update's names and shapes are forgotten, on all ranks as the
-        error is raised on all: what is sent next may be another model."""
+        error is raised on all: what is sent next may be another model.
+
+        A generator may yield a tied weight under each of its names; an engine that ties the two has no place for the second
+        name, which is then left out (`ReadOnce.leave_out_copies`)."""
         self._once.give(weights)
         try:
-            if self._source is None:
-                self._source = OnceAdapter(self._once, self._dtype)
-            return self._manager.update(self._source, version)
+            if self._source is not None:
+                return self._manager.update(self._source, version)
+            try:
+                return self._first(version)
+            except ManifestMismatch as refusal:
+                if refusal.phase != "open":
+                    raise
+                self._once.leave_out_copies()
+                try:
+                    return self._first(version)  # all ranks raised the refusal, so all try again
+                except ManifestMismatch:
+                    raise refusal from None
         except BaseException:
             self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
             raise
         finally:
             self._once.forget()
+
+    def _first(self, version: int | None) -> UpdateReport:
+        self._source = OnceAdapter(self._once, self._dtype)
+        return self._manager.update(self._source, version)
 
 
 class OnceAdapter(ExportAdapter):
@@ -64,6 +81,8 @@ class ReadOnce:
         self._given: Iterable[tuple[str, torch.Tensor]] | None = None
         self._is_sender = is_sender
         self._kept: list[tuple[str, torch.Tensor]] | None = None
+        self._copied = ""
+        self._copies: frozenset[str] = frozenset()
         self.reads = 2
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -80,18 +99,53 @@ class ReadOnce:
         """The update is over: frees what was kept for it."""
         self._kept = None
 
+    def leave_out_copies(self) -> None:
+        """The sender leaves out, from now on, the matrices that are byte for byte an earlier one of what it keeps, if that is
+        always the same one: the table of a vocabulary, of which the model's head is a second name."""
+        copies: dict[str, str] = {}
+        matrices: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in self._kept or ():
+            if tensor.dim() == 2:
+                alike = matrices.setdefault((tensor.shape, tensor.dtype, bytes(raw(tensor[:1]).numpy())), [])
+                first = next((one for one, other in alike if torch.equal(raw(other), raw(tensor))), None)
+                alike.append((name, tensor))
+                if first is not None:
+                    copies[name] = first
+        if len(set(copies.values())) == 1:
+            self._copied, self._copies = next(iter(copies.values())), frozenset(copies)
+
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         given, self._given = self._given, None
         if given is None:
-            yield from self._kept or ()
+            yield from self._without_copies(self._kept or ())
         elif not self._is_sender:
             for _ in given:
                 pass
         elif self.reads == 1:
-            yield from given
+            yield from self._without_copies(given)
         else:
             self._kept = [copied(pair) for pair in given]
-            yield from self._kept
+            yield from self._without_copies(self._kept)
+
+    def _without_copies(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises `ManifestMismatch` for a copy that is none any more: the engine would compute with the other tensor."""
+        if not self._copies:
+            yield from pairs
+            return
+        table = None
+        for name, tensor in pairs:
+            if name == self._copied:
+                table = raw(tensor.to("cpu", copy=True))
+            if name not in self._copies:
+                yield name, tensor
+            elif table is None or not torch.equal(raw(tensor.cpu()), table):
+                raise ManifestMismatch(
+                    f"{name} differs from {self._copied}, with which the engine ties it",
+                    hint="tie the two in the trainer too, or start the engine from a checkpoint whose configuration says "
+                    "tie_word_embeddings=false",
+                    side="trainer",
+                )
+            del tensor  # else it would live while the next one is made
 
 
 def copied(pair: Any) -> Any:
@@ -100,3 +154,8 @@ def copied(pair: Any) -> Any:
         case (name, torch.Tensor() as tensor):
             return name, tensor.detach().to("cpu", copy=True)
     return pair
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: those of a NaN equal themselves."""
+    return bytes_view(tensor.contiguous())
