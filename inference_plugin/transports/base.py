@@ -235,9 +235,12 @@ class Receiver(abc.ABC):
 
 
 class Sender(abc.ABC):
-    """The half of a transport on one trainer rank, for one group. Its manager sets `config` before any call."""
+    """The half of a transport on one trainer rank, for one group. Its manager sets `config` before any call.
+
+    `writes_once`: nothing need be kept for another transaction."""
 
     config = Config()
+    writes_once = False
 
     @abc.abstractmethod
     def probe(self) -> bytes:

@@ -63,7 +63,7 @@ class BucketStaging(Staging):
         self._stagings = 1 + others
         self.extra_bytes = self._stagings * sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
-        self.takes_late = self._keeps_whole = relays is not None
+        self.takes_late = relays is not None
         self._relay = BucketRelay(manifest, memory, relays.silence_s) if relays is not None else None
         self._arrived = threading.Condition()
         self._complete = False
@@ -94,7 +94,7 @@ class BucketStaging(Staging):
 
     def _place(self, box: Box, data: Bytes) -> bool:
         """Copies what the worker needs of a piece to its place; False if it needs nothing of it."""
-        wanted = box if self._keeps_whole else self._needs.get(box.tensor)
+        wanted = box if self._relay is not None else self._needs.get(box.tensor)
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
         if part == box:

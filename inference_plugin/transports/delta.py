@@ -1,6 +1,6 @@
 """Buckets that carry only what changed since the last update: of each piece the elements that differ, and their new values.
 
-1. a rank keeps a copy of the bytes that it sent last, a worker the memory in which they were staged; both have one name;
+1. a rank keeps a copy of the bytes that it sent last, a worker those that were staged last; both have one name;
 2. the worker's `Begun` says the name of what it holds. Where that is also what the rank holds, a piece travels as the elements
    that changed. Elsewhere, and where these are many, it travels whole, as over `zmq`;
 3. the worker changes those elements, and compares the whole piece with the digest that the trainer made of the whole piece;
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError
-from inference_plugin.wire.geometry import Box, Piece, box_volume
+from inference_plugin.wire.geometry import Box, Piece, box_volume, intersect
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 from inference_plugin.wire.messages import Bucket
@@ -40,6 +40,8 @@ from inference_plugin.wire.tensors import box_view, bytes_view
 __all__ = ["TRANSPORT", "changes_between", "make_changes"]
 
 NAME_BYTES = 16
+
+_NOTHING = np.empty(0, dtype=np.uint8)
 
 GAP_BYTES = 2
 LARGEST_GAP = 0xFFFF
@@ -60,12 +62,14 @@ def changes_between(old: Bytes, new: Bytes, item_bytes: int) -> Bytes | None:
     kind = _element(item_bytes)
     values = new.view(kind)
     at = np.flatnonzero(values != old.view(kind))
+    if at.size == 0:
+        return _NOTHING
     if 2 * at.size * (GAP_BYTES + kind.itemsize) > new.nbytes:
         return None
-    gaps = np.diff(at, prepend=-1) - 1
-    if gaps.size and gaps.max() > LARGEST_GAP:  # elements between that did not change shorten it
+    gaps = _gaps(at)
+    if gaps.max() > LARGEST_GAP:  # elements between that did not change shorten it
         at = np.union1d(at, np.arange(LARGEST_GAP, at[-1], LARGEST_GAP + 1))
-        gaps = np.diff(at, prepend=-1) - 1
+        gaps = _gaps(at)
     return np.concatenate([gaps.astype("<u2").view(np.uint8), values[at].view(np.uint8)])
 
 
@@ -87,6 +91,12 @@ def _element(item_bytes: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"<u{min(item_bytes, 8)}")
 
 
+def _gaps(at: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    gaps = at.copy()
+    gaps[1:] -= at[:-1] + 1
+    return gaps
+
+
 # --- the worker's side -----------------------------------------------------------------------------------------------------
 
 
@@ -97,44 +107,50 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Base(NamedTuple):
-    """Bytes that the trainer's ranks can send the changes of: pieces that were compared, where they lie in `memory`."""
+    """Bytes of which the trainer's ranks can send the changes: pieces that were compared, where they lie in `memory`."""
 
     name: bytes
-    fingerprint: str
-    needs: Sequence[Box]
     memory: torch.Tensor
     boxes: frozenset[Box]
 
 
 class DeltaStaging(BucketStaging):
-    """Its `landing` is the name of the bytes that the worker holds, b"" for none."""
+    """Its `landing` is the name of the bytes that the worker holds, b"" for none. Where the memory that holds them is also this
+    staging's, they are changed where they lie."""
 
-    def follow(self, name: bytes, base: Base | None, becomes: Callable[[Base | None], None]) -> None:
-        """Before the first bucket. `name`: what its bytes will be called. `becomes` hears of the base of the next update: of none
-        as soon as bytes arrive, and of these once all were compared."""
-        self._name, self._base, self._becomes = name, base, becomes
+    _base: Base | None = None
+    _in_place: Bytes | None = None
+    """The piece that was changed where it lies."""
+
+    def follow(self, name: bytes, base: Base | None, set_base: Callable[[Base | None], None]) -> None:
+        """Before the first bucket. `name`: what its bytes will be called. `set_base` hears of the next update's base: none as
+        soon as bytes arrive, and these once all were compared."""
+        self._name, self._base, self._set_base = name, base, set_base
         self._is_named = False
-        self._lies: Bytes | None = None
-        """The piece that was changed where it lies."""
-        self._keeps_whole = True
         self.landing = base.name if base is not None else b""
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
-        self._becomes(None)
-        self._take(self._made(bucket, payload))
+        self._set_base(None)
+        try:
+            self._take(self._whole_pieces(bucket, payload))
+        except BaseException:
+            self._received.clear()  # a piece may have been changed where it lies, or in part, after it was compared
+            raise
 
-    def _made(self, bucket: Bucket, payload: memoryview) -> Iterator[tuple[Piece, Bytes]]:
+    def _whole_pieces(self, bucket: Bucket, payload: memoryview) -> Iterator[tuple[Piece, Bytes]]:
         """The pieces of a bucket, whole, each compared with its digest."""
-        manifest = self._manifest
-        if len(bucket.sizes) != len(bucket.pieces) or sum(bucket.sizes) != len(payload):
+        manifest, sizes = self._manifest, bucket.sizes
+        if len(sizes) != len(bucket.pieces) or sum(sizes) != len(payload):
             raise ProtocolError(
-                f"a bucket of {len(payload)} bytes with {len(bucket.pieces)} pieces, whose {len(bucket.sizes)} sizes make "
-                f"{sum(bucket.sizes)}"
+                f"a bucket of {len(payload)} bytes with {len(bucket.pieces)} pieces, whose {len(sizes)} sizes make {sum(sizes)}"
             )
+        volumes = [box_volume(manifest.check_box(piece.box)) for piece in bucket.pieces]
+        if len(volumes) > 1 and sum(volumes) > MOST_ELEMENTS:
+            raise ProtocolError(f"a bucket with pieces of {sum(volumes)} elements: {MOST_ELEMENTS} are the limit")
         rest = np.frombuffer(payload, dtype=np.uint8)
-        for piece, size in zip(bucket.pieces, bucket.sizes, strict=True):
+        for piece, size in zip(bucket.pieces, sizes, strict=True):
             data, rest = rest[:size], rest[size:]
-            if size != manifest.box_nbytes(manifest.check_box(piece.box)):
+            if size != manifest.box_nbytes(piece.box):
                 data = self._changed(piece.box, data)
             if digest_bytes(data) != piece.digest:
                 raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
@@ -142,7 +158,7 @@ class DeltaStaging(BucketStaging):
 
     def _changed(self, box: Box, changes: Bytes) -> Bytes:
         base, manifest = self._base, self._manifest
-        if base is None or box not in base.boxes:
+        if base is None or box not in base.boxes or not _holds(self._needs, box):
             raise ProtocolError(
                 f"changes of {manifest.describe(box)} came, and this worker holds nothing that they change"
             )
@@ -150,14 +166,14 @@ class DeltaStaging(BucketStaging):
         data = bytes_view(before.contiguous()).numpy()
         if before.is_contiguous():
             if base.memory is self._memory:
-                self._lies = data
+                self._in_place = data
             else:
                 data = data.copy()
         make_changes(data, changes, DTYPE_BYTES[manifest.tensors[box.tensor].dtype])
         return data
 
     def _place(self, box: Box, data: Bytes) -> bool:
-        return data is self._lies or super()._place(box, data)
+        return data is self._in_place or super()._place(box, data)
 
     def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[], None], threads: int = 1) -> int:
         nbytes = super().check(manifest, pieces, between, threads)
@@ -165,13 +181,16 @@ class DeltaStaging(BucketStaging):
             return nbytes
         assert self._memory is not None
         self._is_named = True
-        boxes = frozenset(self._received)
-        self._becomes(Base(self._name, manifest.fingerprint, tuple(self._needs.values()), self._memory, boxes))
+        self._set_base(Base(self._name, self._memory, frozenset(self._received)))
         return nbytes
+
+    def close(self) -> None:
+        self._base = self._in_place = self._refused = None
+        super().close()
 
 
 class DeltaReceiver(BucketReceiver):
-    """Remembers what the memory of the last transaction holds."""
+    """Remembers what the memory of the last transaction holds. There is one for each agreement on manifest and needs."""
 
     staging = DeltaStaging
 
@@ -183,10 +202,7 @@ class DeltaReceiver(BucketReceiver):
         name = decode_as(description, Named).name
         staging = self._opened(manifest, needs)
         assert isinstance(staging, DeltaStaging)
-        base = self._base
-        if base is not None and (base.fingerprint, base.needs) != (manifest.fingerprint, tuple(needs)):
-            base = None
-        staging.follow(name, base, self._becomes)
+        staging.follow(name, self._base, self._set_base)
         return staging
 
     def drop_kept(self) -> None:
@@ -197,8 +213,14 @@ class DeltaReceiver(BucketReceiver):
         self._base = None
         super().close()
 
-    def _becomes(self, base: Base | None) -> None:
+    def _set_base(self, base: Base | None) -> None:
         self._base = base
+
+
+def _holds(needs: Mapping[int, Box], box: Box) -> bool:
+    """Whether all of the box is needed, and so is kept."""
+    need = needs.get(box.tensor)
+    return need is not None and intersect(box, need) == box
 
 
 # --- the trainer's side ----------------------------------------------------------------------------------------------------
@@ -208,13 +230,19 @@ class DeltaLane(Lane):
     """A lane whose buckets say what each piece takes of them."""
 
     _elements = 0
+    """Of the pieces in the bucket that is being packed."""
 
     def add(self, piece: Piece, data: Bytes) -> None:
         volume = box_volume(piece.box)
         if self._elements + volume > MOST_ELEMENTS:
             self.flush()
-        self._elements = volume + (self._elements if self._pieces else 0)
         super().add(piece, data)
+        if self._pieces and self._pieces[-1] is piece:
+            self._elements = volume + (self._elements if len(self._pieces) > 1 else 0)
+
+    def takes_changes(self, piece: Piece, name: bytes) -> bool:
+        """Whether the worker holds all of the piece, as these bytes."""
+        return self.target.landing == name and _holds(self._needs, piece.box)
 
     def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
         return super()._message(msgspec.structs.replace(bucket, sizes=tuple(self._sizes)), buffer, nbytes)
@@ -259,7 +287,9 @@ class DeltaSender(ZmqSender):
         super().close()
         self._kept, self._name = {}, b""
 
-    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Target], Bytes]:
+    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Lane], Bytes]:
+        if self.writes_once:
+            return lambda lane: part
         item_bytes = DTYPE_BYTES[manifest.tensors[piece.box.tensor].dtype]
         kept, changes = self._before.pop(piece.box, None), None
         if kept is None:
@@ -270,13 +300,18 @@ class DeltaSender(ZmqSender):
         else:
             make_changes(kept, changes, item_bytes)
         self._kept[piece.box] = kept
-        return lambda target: part if changes is None or target.landing != self._before_name else changes
+
+        def sent_as(lane: Lane) -> Bytes:
+            assert isinstance(lane, DeltaLane)
+            return part if changes is None or not lane.takes_changes(piece, self._before_name) else changes
+
+        return sent_as
 
     def _ask_for_memory(self, nbytes: int) -> None:
-        self._unasked_bytes -= nbytes
-        if self._unasked_bytes < 0:
+        if self._unasked_bytes < nbytes:
             self._unasked_bytes = max(nbytes, CHECKED_BYTES)
             check_fits(self._unasked_bytes, "a copy of what was sent last", "transport='zmq' keeps none")
+        self._unasked_bytes -= nbytes
 
     def _make_lane(self, target: Target) -> Lane:
         return DeltaLane(target, self.config)

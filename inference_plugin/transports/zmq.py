@@ -64,11 +64,11 @@ class ZmqSender(Sender):
         stats = WriteStats()
         for piece, part in digested_pieces(delivery, stats):
             pieces.append(piece)
-            bytes_for = self._sent_as(delivery.manifest, piece, part)
+            sent_as = self._sent_as(delivery.manifest, piece, part)
             for lane in lanes:
                 with lane.failing():
-                    lane.add(piece, bytes_for(lane.target))
-            del part, bytes_for  # before the next one is made
+                    lane.add(piece, sent_as(lane))
+            del part, sent_as  # before the next one is made
         started_s = time.perf_counter()
         for lane in lanes:
             with lane.failing():
@@ -110,9 +110,9 @@ class ZmqSender(Sender):
             lanes += siblings
         return lanes
 
-    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Target], Bytes]:
-        """What each worker is sent of a piece whose bytes are `part`."""
-        return lambda target: part
+    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Lane], Bytes]:
+        """What each lane sends of a piece whose bytes are `part`."""
+        return lambda lane: part
 
     def _make_lane(self, target: Target) -> Lane:
         return Lane(target, self.config)

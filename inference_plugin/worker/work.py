@@ -206,6 +206,7 @@ class GroupWork:
             self._ended(event)
         except Exception:  # a bug of ours; the thread has nobody to tell
             logger.exception("weightwire: the end of %s of group %s was not taken", type(work).__name__, self.name)
+        del event  # its error's traceback would hold this frame, and all that the work looked at
 
     def _agree(self, work: AgreeOnTerms) -> Terms:
         request = work.request

@@ -3,8 +3,11 @@ the trainer meant."""
 
 from __future__ import annotations
 
+import gc
+import mmap
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_plugin.transports import delta
 from inference_plugin.transports.base import Delivery, Target
 from inference_plugin.transports.delta import TRANSPORT, DeltaSender, changes_between, make_changes
 from inference_plugin.wire.config import Config
@@ -132,6 +136,7 @@ class Pair:
                 raise error
             pieces += written
             sent += stats.sent_bytes
+            self.messages = stats.messages
         return pieces, sent
 
     def seal(self, worker: Worker, pieces: list[Piece]) -> None:
@@ -346,6 +351,73 @@ def test_changes_that_do_not_make_what_the_trainer_meant_are_refused_and_the_nex
             channel.request(bucket, Done, payload=changes, timeout_s=30)
     pair.number = 2
     assert pair.update(tensors) == 16, "what the worker held is not known to be what it was"
+    pair.close()
+
+
+def test_a_piece_that_was_compared_and_then_changed_in_vain_is_never_sealed(worker: Worker) -> None:
+    """By a sender that goes on after an error: the second bucket has altered the piece where it lies."""
+    tensors = {"w": any_bits(torch.bfloat16, 8)}
+    pair = Pair([worker])
+    pair.update(tensors)
+    right, pieces = changed(tensors, 1)["w"], []
+    with worker.channel() as channel:
+        begin = Begin("policy", "u", 2, Sender("s"), FAR_S, pair.manifest.fingerprint, NAME)
+        channel.request(begin, Begun, timeout_s=30)
+        pieces.append(Piece(BOX, digest_bytes(bytes_view(right).numpy())))
+        whole = bytes_view(right).numpy().tobytes()
+        channel.request(Bucket("policy", "u", 0, 0, tuple(pieces), sizes=(16,)), Done, payload=whole, timeout_s=30)
+        wrong = Bucket("policy", "u", 0, 1, (Piece(BOX, digest_bytes(b"other")),), sizes=(4,))
+        with pytest.raises(DigestMismatch):
+            channel.request(wrong, Done, payload=b"\x02\0\x01\x01", timeout_s=30)
+    pair.txn = "u"
+    with pytest.raises(DigestMismatch, match="did not arrive"):
+        pair.seal(worker, pieces)
+    pair.number = 2
+    assert pair.update(tensors) == 16
+    pair.close()
+
+
+def test_a_bucket_covers_no_more_elements_than_a_worker_compares_in_time(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": any_bits(torch.int8, 400, seed=i) for i in range(10)}
+    pair = Pair([worker])
+    pair.update(tensors)
+    monkeypatch.setattr(delta, "MOST_ELEMENTS", 1000)
+    pieces = pair.write(tensors)[0]
+    assert pair.messages == 5, "two tensors to a bucket"
+    pair.seal(worker, pieces)
+    pair.abort()
+    with worker.channel() as channel:
+        begin = Begin("policy", "u", 9, Sender("s"), FAR_S, pair.manifest.fingerprint, NAME)
+        channel.request(begin, Begun, timeout_s=30)
+        bucket = Bucket("policy", "u", 0, 0, tuple(pieces), sizes=(0,) * 10)
+        with pytest.raises(ProtocolError, match="4000 elements"):
+            channel.request(bucket, Done, payload=b"", timeout_s=30)
+    pair.close()
+
+
+def test_memory_is_free_at_once_where_changes_were_refused(worker: Worker) -> None:
+    """Not only when Python next collects its cycles, of which an error's traceback may be a part."""
+    tensors = {"w": any_bits(torch.bfloat16, 8)}
+    pair = Pair([worker])
+    pair.update(tensors)
+    gc.collect()
+    gc.disable()
+    try:
+        with worker.channel() as channel:
+            begin = Begin("policy", "u", 2, Sender("s"), FAR_S, pair.manifest.fingerprint, NAME)
+            channel.request(begin, Begun, timeout_s=30)
+            wrong = Bucket("policy", "u", 0, 0, (Piece(BOX, digest_bytes(b"other")),), sizes=(0,))
+            with pytest.raises(DigestMismatch):
+                channel.request(wrong, Done, payload=b"", timeout_s=30)
+            channel.request(Abort("policy", "u"), Done, timeout_s=30)
+            held = [weakref.ref(each) for each in gc.get_objects() if isinstance(each, mmap.mmap) and len(each) == 4096]
+            assert len(held) == 1
+            channel.request(Release("policy"), Done, timeout_s=30)
+            assert held[0]() is None
+    finally:
+        gc.enable()
     pair.close()
 
 

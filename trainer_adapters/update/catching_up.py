@@ -94,6 +94,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
     )
 
     def place(transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> bytes:
+        sender.writes_once = True
         targets = [target for user in users for target in user.targets()]
         sender.meet(targets, 1, max(0.0, deadline_s - time.monotonic()), settings.fan_out)
         return sender.allocate(retained.manifest, frozenset())
