@@ -295,6 +295,20 @@ def test_updates_with_faults_between_are_exact(directory: Path, updates: int) ->
         worker.close()
 
 
+def test_who_writes_once_keeps_no_copy(worker: Worker) -> None:
+    """As a catch-up does, of which several may run at once."""
+    tensors = {"w": any_bits(torch.bfloat16, 1 << 20)}
+    manifest, held = manifest_for(tensors), []
+    for writes_once in (False, True):
+        sender = DeltaSender()
+        sender.writes_once = writes_once
+        far_s = time.monotonic() + FAR_S
+        delivery = Delivery("t", "policy", 0, manifest, NAME, whole_slices(tensors), (), far_s)
+        held.append(sender.write(delivery)[1].held_bytes)
+        sender.close()
+    assert held == [2 << 20, 0]
+
+
 # --- what doesn't belong to an update -----------------------------------------------------------------------------------------
 
 
