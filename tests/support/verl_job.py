@@ -208,6 +208,11 @@ class Job:
     def do_tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return tokens_of(self.replica, prompts, count)
 
+    def do_step(self) -> int:
+        """The step that verl's own server says its answers are of."""
+        step: int = ray.get(self.replica.servers[0].__ray_call__.remote(lambda server: server.global_steps))
+        return step
+
     def do_expect(self, replicas: int = 1, ranks: int = 1) -> None:
         """As if verl had so many, of so many ranks each."""
         self.manager.replicas = [self.replica] * replicas
