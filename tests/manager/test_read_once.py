@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds
 from tests.support.plain_engine import checkpoint
+from tests.support.rig import eventually, fork
 from trainer_adapters import SyncManager
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 
@@ -71,3 +76,53 @@ def test_a_tied_weight_that_a_generator_yields_under_both_names_is_checked_and_t
         assert holds(rig, 2)
         updates.update(yielded(4))
         assert holds(rig, 4)
+
+
+def gathering_rank(rank: int, directory: str) -> None:
+    """One of two ranks that gather each tensor; rank 0's generator of version 2 fails while the other rank gathers."""
+    torch.set_num_threads(1)
+    out = Path(directory)
+    dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), 2), rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for position, (name, weight) in enumerate(checkpoint(version).items()):
+            if version == 2 and rank == 0 and position == 2:
+                raise RuntimeError("of the test")
+            parts = [torch.empty_like(half) for half in weight.chunk(2)]
+            dist.all_gather(parts, weight.chunk(2)[rank].contiguous(), group=group)
+            yield name, torch.cat(parts)
+
+    manager = SyncManager(timeout_s=1.5)
+    updates = GeneratorUpdates(manager, None)
+    for version in (1, 2, 3):
+        try:
+            updates.update(gathered(version), version)
+            seen = "served"
+        except WeightwireError as error:
+            seen = str(error)
+        note = out / f"rank{rank}.{version}"
+        note.with_suffix(".new").write_text(json.dumps(seen))
+        note.with_suffix(".new").rename(out / f"version{version}.rank{rank}")
+    eventually(lambda: (out / f"version3.rank{1 - rank}").exists(), "the other rank's end")
+    os._exit(0)
+
+
+def test_no_update_begins_while_a_rank_still_gathers_for_one_that_failed(start: Start, directory: Path) -> None:
+    """Their collectives would meet: tensors of both updates in one, or a process that gloo aborts."""
+    rig = start()
+    out = directory / "ranks"
+    out.mkdir()
+    for rank in (0, 1):
+        environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+        fork("tests.manager.test_read_once:gathering_rank", environment, rank=rank, directory=str(out))
+
+    def seen(version: int, rank: int) -> str:
+        path = out / f"version{version}.rank{rank}"
+        told: str = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
+        return told
+
+    assert [seen(1, rank) for rank in (0, 1)] == ["served"] * 2
+    assert "of the test" in seen(2, 0) and seen(2, 1) != "served"
+    assert all("ranks [1] are still in the generator" in seen(3, rank) for rank in (0, 1))
+    assert holds(rig, 1)

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, ProtocolError
 from inference_plugin.wire.reports import UpdateReport
 from inference_plugin.wire.tensors import bytes_view
 from trainer_adapters.manager import SyncManager
+from trainer_adapters.sources.exchange import meet
 from trainer_adapters.sources.export import ExportAdapter
 
 __all__ = ["GeneratorUpdates"]
@@ -24,10 +26,12 @@ class GeneratorUpdates:
         self._dtype = dtype
         self._once = ReadOnce(is_sender=manager.rank == 0)
         self._source: ExportAdapter | None = None
+        self._failed: ReadOnce | None = None
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> UpdateReport:
         """As `SyncManager.update`; collective like it. A failed update's names and shapes are forgotten, on all ranks as the
-        error is raised on all: what is sent next may be another model.
+        error is raised on all: what is sent next may be another model. Raises `ProtocolError`, on all ranks, while one of them
+        still waits in the generator of a failed update for a rank whose generator failed: the two would mix their tensors.
 
         A generator may yield a tied weight under each of its names; an engine that ties the two has no place for the second
         name, which is then left out (`ReadOnce.leave_out_copies`)."""
@@ -46,14 +50,29 @@ class GeneratorUpdates:
                 except ManifestMismatch:
                     raise refusal from None
         except BaseException:
+            self._failed = self._failed or self._once
             self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
             raise
         finally:
             self._once.forget()
 
     def _first(self, version: int | None) -> UpdateReport:
+        self._check_ended()
         self._source = OnceAdapter(self._once, self._dtype)
         return self._manager.update(self._source, version)
+
+    def _check_ended(self) -> None:
+        if self._failed is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        told = meet(bytes([self._failed.runs]), None, timeout_s=self._manager.settings.timeout_s, making="update")
+        if late := [rank for rank, runs in enumerate(told) if any(runs)]:
+            raise ProtocolError(
+                f"trainer ranks {late} are still in the generator of an update that failed",
+                hint="a rank whose generator failed left them in a collective; start the trainer's ranks anew, or wait for the "
+                "time limit of their process group",
+                side="trainer",
+            )
+        self._failed = None
 
 
 class OnceAdapter(ExportAdapter):
@@ -74,7 +93,8 @@ class ReadOnce:
     them: then the sender, rank 0, keeps what it reads (the whole model) in host memory until the update is over. Else it passes
     tensors on directly. The other ranks run theirs only for its collectives, and send nothing.
 
-    `reads`: how often the update reads its export. The first export is read once more before, for its names.
+    `reads`: how often the update reads its export. The first export is read once more before, for its names. `runs`: whether
+    the generator is being read.
     """
 
     def __init__(self, *, is_sender: bool) -> None:
@@ -84,6 +104,7 @@ class ReadOnce:
         self._copied = ""
         self._copies: frozenset[str] = frozenset()
         self.reads = 2
+        self.runs = False
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What the next update reads. Raises `ArgumentError` for what cannot be read."""
@@ -118,14 +139,19 @@ class ReadOnce:
         given, self._given = self._given, None
         if given is None:
             yield from self._without_copies(self._kept or ())
-        elif not self._is_sender:
-            for _ in given:
-                pass
-        elif self.reads == 1:
-            yield from self._without_copies(given)
-        else:
-            self._kept = [copied(pair) for pair in given]
-            yield from self._without_copies(self._kept)
+            return
+        self.runs = True
+        try:
+            if not self._is_sender:
+                for _ in given:
+                    pass
+            elif self.reads == 1:
+                yield from self._without_copies(given)
+            else:
+                self._kept = [copied(pair) for pair in given]
+                yield from self._without_copies(self._kept)
+        finally:
+            self.runs = False
 
     def _without_copies(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises `ManifestMismatch` for a copy that is none any more: the engine would compute with the other tensor."""
