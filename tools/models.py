@@ -153,8 +153,8 @@ INTRODUCTION = """\
 Which model families Weightwire updates, tried on a CPU with tiny random models in real engines. For each family,
 `make models` makes two versions of one model, A and B, and notes what a fresh engine of each answers: greedy tokens and their
 log-probabilities, or the vectors of a pooling model. Then it updates an engine of A five times, to B and back (with
-`dtype="engine"`), and compares the answers after each update with those of the fresh engine, bit for bit. In vLLM it also
-compares every tensor and value that the model's modules reach.
+`dtype="engine"`), and compares the answers after each update with those of the fresh engine, bit for bit. It also compares every
+tensor and value that the model's modules reach; in SGLang since 2026-11-30, which most of its rows are older than.
 
 - **right**: all five updates were committed, and each answer was that of a fresh engine. Where an engine does not repeat its own
   answers, or loads a model that it cannot compute with on this CPU, the last column says so: there only what the modules reach is
@@ -162,10 +162,8 @@ compares every tensor and value that the model's modules reach.
 - **refused**: Weightwire refused the first update by a typed error before anything changed; the engine serves what it served.
 - **failed**: an update broke off later than that, or the engine did; the last column says which.
 - **WRONG**: the engine answers otherwise than a fresh engine. This is a bug in Weightwire, and `make models` fails.
-- **does not start**: the engine does not load (in SGLang: serve) even a fresh model of this family on this CPU; its words are in
-  the last column.
-- **cannot be told**: the engine does not repeat its own answers, and nobody can look into its modules (SGLang); or both versions
-  answer the same.
+- **does not start**: the engine does not load even a fresh model of this family on this CPU; its words are in the last column.
+- **cannot be told**: the engine does not repeat its own answers, nor what its modules reach; or both versions answer the same.
 
 *...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
 the tests multiplies by the dequantised weights instead. Such a row shows that loading and post-processing are repeated; its
@@ -203,7 +201,8 @@ vLLM is tried in two layouts: *packed* (linear layers are packed by oneDNN, its 
 
 SGLang lacks CPU kernels for some models. The tests bring these in torch, or let Triton interpret SGLang's own for GPUs, where a
 row below says *stand-ins*: such an engine loads, lays out and updates its weights as it does without them, and its tokens are
-those of the stand-ins.
+those of the stand-ins. Where it says *as on a GPU*, SGLang also takes its code for CUDA where it makes, loads and post-processes
+weights (DeepSeek's indexer, four bits as for Marlin), and computes nothing. The order in a tile of Marlin is the tests'.
 """
 
 
@@ -241,8 +240,8 @@ def _section(rows: list[Row], engine: str) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for layouts, row in _joined(mine):
-        if engine == "sglang" and (family := FAMILIES.get(row["family"])) and family.stand_ins:
-            layouts += ", stand-ins"
+        if engine == "sglang" and (family := FAMILIES.get(row["family"])):
+            layouts += ", as on a GPU" if family.sglang_for_gpus else ", stand-ins" if family.stand_ins else ""
         cells = [row["family"], layouts, row["outcome"], row["mechanism"], row["install"]]
         cells += [_short(row["verified"]), _short(row["words"] or row["why"])]
         lines.append("| " + " | ".join(cells) + " |")

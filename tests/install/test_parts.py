@@ -70,7 +70,7 @@ class Counting(Model):
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             if name.endswith("log"):
-                self.get_parameter(name.replace("log", "decay")).data.copy_((8 * tensor.abs()).floor() - 1)
+                self.get_parameter(name.replace("log", "decay")).data.copy_((8 * tensor.abs() - 1).to(torch.int8))
             else:
                 super().load_weights([(name, tensor)])
 

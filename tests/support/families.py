@@ -22,7 +22,7 @@ from tests.support.multimodal import FAMILIES as MULTIMODAL
 from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
 from tests.support.multimodal_more import MORE
 from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
-from tests.support.quantised import FOR_SGLANG, FOR_VLLM, FP8, QUANTISED
+from tests.support.quantised import FOR_BOTH, FOR_SGLANG, FOR_VLLM, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
@@ -274,9 +274,11 @@ def _existing(
     sglang: dict[str, Any] | None = None,
     *,
     stand_ins: bool = False,
+    sglang_for_gpus: bool = False,
 ) -> Family:
     """A family that `checkpoints.MAKERS` makes."""
-    return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {}, stand_ins=stand_ins)
+    more = {"stand_ins": stand_ins, "sglang_for_gpus": sglang_for_gpus}
+    return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {}, **more)
 
 
 def _configured(**entries: Any) -> dict[str, Any]:
@@ -1432,6 +1434,7 @@ FAMILIES: dict[str, Family] = {
             "bfloat16",
             {"kv_cache_dtype": "fp8"},
             {"kv_cache_dtype": "fp8_e4m3"},
+            sglang_for_gpus=True,
         ),
         _family(
             "llama-classifier-fp8-by-the-engine",
@@ -1500,7 +1503,15 @@ FAMILIES: dict[str, Family] = {
         ),
         *(Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS, stand_ins=True) for name, maker in FP8.items()),
         *(
-            Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS | CACHES.get(name, {}), engines=("vllm",))
+            Family(
+                name,
+                maker,
+                "tokens",
+                "bfloat16",
+                WHOLE_PROMPTS | CACHES.get(name, {}),
+                engines=BOTH if name in FOR_BOTH else ("vllm",),
+                sglang_for_gpus=name in FOR_BOTH,
+            )
             for name, maker in FOR_VLLM.items()
         ),
         *(

@@ -189,6 +189,8 @@ class SglangHost(Host):
     """SGLang engines, each in processes of its own. Without its cache of prefixes: an answer made from one differs in the last
     bits from the answer before it."""
 
+    reaches = True
+
     def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
         self.close()
         arguments: dict[str, Any] = {} if family.answer == "tokens" else {"is_embedding": True}

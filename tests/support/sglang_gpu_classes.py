@@ -50,14 +50,29 @@ class _NoAttention:
         self.token_to_kv_pool = runner.token_to_kv_pool
 
 
+class _Platform:
+    """SGLang's own, but no CPU."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+
 def give() -> None:
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
     torch.cuda.get_device_capability = lambda *_: HOPPER  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
     attention_registry.ATTENTION_BACKENDS["dsa"] = _NoAttention
+    kv_cache_configurator.current_platform = _Platform(kv_cache_configurator.current_platform)
     dsa_indexer._is_cuda = deepseek_weight_loader._is_cuda = True
     dsa_indexer.resolve_num_sms = lambda *_: 132
 
