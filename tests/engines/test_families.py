@@ -40,10 +40,10 @@ SGLANG: list[tuple[str, InstallPolicy]] = [
     # with stand-ins for kernels
     *((name, "standby") for name in ("gpt_oss", "gemma4", "qwen3_next", "qwen3_moe-fp8-by-sglang", "kimi-k2.5")),
     *((name, "copy") for name in ("llama-fp8-by-sglang", "qwen3-fp8-blocks", "llama-fp8-static", "kimi_linear")),
-    *((name, "copy") for name in ("longcat_flash", "sarvam_mla")),
+    ("longcat_flash", "copy"),
     # as on a GPU
     ("glm_moe_dsa-fp8-blocks", "standby"),
-    *((name, "copy") for name in ("llama-gptq-act-order", "qwen3_moe-w4a16", "qwen3_moe-awq")),
+    ("qwen3_moe-w4a16", "copy"),
 ]
 
 

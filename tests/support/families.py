@@ -1370,7 +1370,10 @@ FAMILIES: dict[str, Family] = {
             )
             for name, (maker, vllm) in WRITTEN.items()
         ),
-        *(Family(name, maker, engines=("sglang",)) for name, (maker, _) in IN_SGLANG.items()),
+        *(
+            Family(name, maker, engines=("sglang",), sglang_for_gpus=name == "gigachat3_5")
+            for name, (maker, _) in IN_SGLANG.items()
+        ),
         *(
             Family(name, maker, answer, vllm=vllm, engines=engines)
             for name, ((maker, vllm), answer, engines) in REWARDS.items()

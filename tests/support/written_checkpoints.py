@@ -208,6 +208,48 @@ def _sarvam_mla() -> Written:
     )  # fmt: skip
 
 
+def _gigachat() -> Written:
+    """A gated delta network, then latent attention; norms with a gate of low rank."""
+
+    def gated(name: str, width: int = WIDTH) -> Shapes:
+        return {
+            f"{name}.weight": (width,),
+            f"{name}.gate_up_projection.weight": (16, width),
+            f"{name}.gate_down_projection.weight": (width, 16),
+        }
+
+    def layer(number: int) -> Shapes:
+        found: Shapes = {}
+        for name in ("input", "post_attention", "post_self_attn", "post_feedforward"):
+            found |= gated(f"{name}_layernorm")
+        if not number:
+            found |= {
+                "in_proj_qkvz.weight": (4 * 64, WIDTH),
+                "in_proj_ba.weight": (4, WIDTH),
+                "conv1d.weight": (3 * 64, 1, 4),
+            }
+            found |= {"A_log": (2,), "dt_bias": (2,), "norm.weight": (32,), "out_proj.weight": (WIDTH, 64)}
+            inside = {f"self_attn.{n}": found.pop(n) for n in list(found) if n.partition(".")[0] in GATED_DELTA}
+            return found | inside | mlp("mlp")
+        found |= {"self_attn.q_a_proj.weight": (32, WIDTH), "self_attn.q_b_proj.weight": (4 * 96, 32)}
+        found |= {"self_attn.kv_a_proj_with_mqa.weight": (576, WIDTH), "self_attn.kv_b_proj.weight": (4 * 64, 512)}
+        found |= {"self_attn.o_proj.weight": (WIDTH, 4 * 32), "self_attn.gate_proj.weight": (4 * 32, WIDTH)}
+        found |= gated("self_attn.q_a_layernorm", 32) | gated("self_attn.kv_a_layernorm", 512)
+        return found | experts("mlp", "e_score_correction_bias")
+
+    entries = ROUTED | {
+        "model_type": "gigachat3_5", "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+        "v_head_dim": 32, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "full_attention_layers": [1],
+        "layer_types": None, "rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }  # fmt: skip
+    shapes = {n: s for n, s in model(layer).items() if n != "model.norm.weight"} | gated("model.norm")
+    return written("GigaChat35ForCausalLM", entries, shapes, config="DeepseekV2Config", without=("head_dim",))
+
+
+GATED_DELTA = ("in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
+
+
 def _chatglm() -> Written:
     """Its names of layers, norms and head are its own, and so is its configuration."""
     layer = NORMS | {
@@ -339,6 +381,7 @@ IN_BOTH = (
 )  # fmt: skip
 """Of `WRITTEN`, those that SGLang has too."""
 IN_SGLANG: dict[str, Written] = {
+    "gigachat3_5": _gigachat(),
     "baichuan": written(
         "BaichuanForCausalLM",
         TWO_HEADS,

@@ -115,6 +115,10 @@ def _models(root: nn.Module) -> list[tuple[str, Any]]:
         known.append(DeepseekV3ForCausalLMNextN.post_load_weights)
     if (kimi := _kimi_linear()) is not None:
         known.append(kimi.post_load_weights)
+    with contextlib.suppress(ImportError):  # optional, too
+        from sglang.srt.models.gigachat35 import GigaChat35ForCausalLM
+
+        known.append(GigaChat35ForCausalLM.post_load_weights)
     return [
         (name, module)
         for name, module in root.named_modules()

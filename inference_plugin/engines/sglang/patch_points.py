@@ -98,6 +98,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.models.gemma4_causal:Gemma4Router.fuse_scale", ("self",), "called after each commit: a router's scale; its `_scale_fused` is read", without="Gemma 4 with experts goes on with the old scales of its routers"),
     PatchPoint("sglang.srt.models.deepseek_nextn:DeepseekV3ForCausalLMNextN.post_load_weights", ("self", "is_nextn", "weight_names"), "called on a twin of the draft, as that of the served model", without="DeepSeek's layers for multi-token prediction can't be updated"),
     PatchPoint("sglang.srt.models.kimi_linear:KimiLinearForCausalLM.post_load_weights", ("self",), "called on a twin of the model, as that of DeepSeek's", without="Kimi Linear can't be updated"),
+    PatchPoint("sglang.srt.models.gigachat35:GigaChat35ForCausalLM.post_load_weights", ("self", "is_nextn", "weight_names"), "called on a twin of the model, as that of DeepSeek's", without="GigaChat 3.5 can't be updated"),
     PatchPoint("sglang.srt.models.longcat_flash:LongcatFlashForCausalLM.post_load_weights", ("self", "weight_names"), "called on a stand-in: what a load derives for its attention", without="LongCat-Flash can't be updated"),
     PatchPoint("sglang.srt.models.sarvam_moe:SarvamMLAForCausalLM._set_mla_wkc_wvc", ("self",), "called on a stand-in: what a load derives for its attention", without="Sarvam-MLA can't be updated"),
     PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_none", ("self",), "called: is there a draft?"),
