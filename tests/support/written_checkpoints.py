@@ -240,7 +240,10 @@ def _gigachat() -> Written:
     entries = ROUTED | {
         "model_type": "gigachat3_5", "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
         "v_head_dim": 32, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "full_attention_layers": [1],
-        "layer_types": None, "rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0,
+        "layer_types": None, "rope_theta": 10000.0,
+        "rope_parameters": ROPE | {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 0.7, "mscale_all_dim": 0.7,
+        },
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     }  # fmt: skip
     shapes = {n: s for n, s in model(layer).items() if n != "model.norm.weight"} | gated("model.norm")
