@@ -56,7 +56,7 @@ def test_an_engine_that_leaves_the_plug_in_out_runs_without_it(runtime: Path, pa
             manager.update(source(pair[1]), 1)
 
 
-def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_the_weights(
+def test_the_user_s_own_sleep_refuses_requests_and_waits_for_a_group_that_is_being_opened_and_reads_the_weights(
     runtime: Path, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """On a GPU reading released memory ends the engine, and so it does here."""
@@ -64,7 +64,10 @@ def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_t
     with SglangDriver(runtime, **{sglang_pool.VARIABLE: str(held)}) as driver:
         driver.open(pair[0], enable_weights_cpu_backup=True)
         driver.call("own_sleep", level=1)  # from now on the weights lie where nobody may touch what is released
+        with pytest.raises(AssertionError, match="SGLang has released its memory"):
+            driver.tokens(PROMPTS[:1], COUNT)
         driver.call("own_wake_up")
+        assert driver.tokens(PROMPTS, COUNT) == reference(pair[0])
         with SyncManager(timeout_s=180) as manager:
             update = manager.update_async(source(pair[1]), 1)
             eventually(held.exists, what="the opening to begin")

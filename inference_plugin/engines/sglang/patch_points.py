@@ -40,7 +40,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.managers.scheduler_components.idle_sleeper:IdleSleeper", why="of the scheduler's `idle_sleeper`: its `poller` gets our doorbell"),
     PatchPoint("sglang.srt.managers.scheduler_components.idle_sleeper:RustServerIdleSleeper", ("timeout_ms",), "of the scheduler's `idle_sleeper`: its `timeout_ms` is set"),
     PatchPoint("sglang.srt.managers.utils:is_health_check_generate_req", ("recv_req",), "called: recognises them"),
-    PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.release_memory_occupation", ("recv_req",), "called: releases device memory; wrapped: no update while the user has released it"),
+    PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.release_memory_occupation", ("recv_req",), "called: releases device memory; wrapped: no update while the user has released it; its `offload_tags` are read: no request either"),
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.resume_memory_occupation", ("recv_req",), "called: takes it back; wrapped"),
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.check_weights", ("recv_req",), "wrapped: the replica is torn before SGLang resets its weights"),
     PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.update_weights_from_tensor", ("named_tensors",), "wrapped: the weights' version is unknown from then on"),

@@ -103,14 +103,17 @@ class SchedulerRank:
         """Whether a request may enter the queue now; else it is held, or ended with the reason."""
         from sglang.srt.managers.utils import is_health_check_generate_req
 
-        if self._paused and is_health_check_generate_req(request):
+        released = "" if self._paused or self.scheduler._engine_paused else self.model.released()
+        if (self._paused or released) and is_health_check_generate_req(request):
             self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
+            if released:
+                self.scheduler.maybe_send_health_check_signal()
             return False
         if why := why_not_again(request):
             self._end(request, why, None)
             return False
-        if self.refusal is not None:
-            self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
+        if why := self.refusal or released:
+            self._end(request, why, HTTPStatus.SERVICE_UNAVAILABLE)
             return False
         if not is_retracted and not request.output_ids:
             self.name(request)  # again: an update may have been committed while its grammar was compiled
