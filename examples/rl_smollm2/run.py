@@ -42,6 +42,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 WITHOUT = {"WEIGHTWIRE_DISABLE": "1"}
 COMPARED_TOKENS = 32
 VISITOR_PAUSE_S = 0.5
+VERIFY_S = 300.0
 SHOWN_ANSWERS = 4
 HEADER = (
     "step  reward                right  tokens  draw   learn  update = agree + stage + seal + commit  stopped  served"
@@ -231,7 +232,10 @@ def greedy(server: Server, questions: dict[str, list[int]]) -> dict[str, list[in
 def verify_checkpoint(checkpoint: Path, job: dict[str, str]) -> tuple[bool, str]:
     """What ``weightwire verify`` says of the running engine and the saved checkpoint."""
     command = [str(Path(sys.executable).parent / "weightwire"), "verify", "--checkpoint", str(checkpoint)]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **job}, timeout=300)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **job}, timeout=VERIFY_S)
+    except subprocess.TimeoutExpired:
+        return False, f"`weightwire verify` did not end within {VERIFY_S:g} s"
     return result.returncode == 0, (result.stdout + result.stderr).strip()
 
 
