@@ -5,6 +5,9 @@ A file holds one command or a few; `app` holds what they share. Nothing imports 
 
 from __future__ import annotations
 
+import os
+import sys
+
 from inference_plugin.cli.app import app
 from inference_plugin.cli.output import ended_by
 
@@ -12,7 +15,11 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """The console script. Help that cannot be written ends it as a command's output would."""
+    """The console script. Help that cannot be written ends it as a command's output would. Where stdout or stderr is closed,
+    nobody wants to hear of it: the exit status tells."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 -- until the process ends
     try:
         app()
     except OSError as error:

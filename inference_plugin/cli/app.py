@@ -83,8 +83,7 @@ class Commands(click.Group):
             try:
                 return super().invoke(ctx)
             finally:
-                if sys.stdout is not None:
-                    sys.stdout.flush()
+                sys.stdout.flush()
         except WeightwireError as error:  # several are OSErrors as well
             raise stop(str(error)) from None
         except OSError as error:

@@ -77,7 +77,6 @@ def heard_or_not() -> Iterator[None]:
     """For the report of what a command has done: an error of the output goes to stderr and leaves the exit status as it is."""
     try:
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         ended_by(error)
