@@ -4,6 +4,9 @@ counted since its engine started (its coordinator replaces the file after each c
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +19,9 @@ from inference_plugin.wire.reports import UpdateReport
 __all__ = [
     "GroupRecord", "ReplicaRecord", "last_report", "last_reports", "record_of", "save_record", "save_report",
 ]  # fmt: skip
+
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
@@ -58,8 +64,7 @@ def save_report(report: UpdateReport) -> None:
 
 def last_report(group: str, job: str | None = None) -> UpdateReport | None:
     """The last update of `group` in `job`, whichever manager sent it. None if no update was reported."""
-    path = runtime_dir(job) / f"{group}.report"
-    return decode_as(path.read_bytes(), UpdateReport) if path.exists() else None
+    return _report(runtime_dir(job) / f"{group}.report")
 
 
 def last_reports(job: str | None) -> list[tuple[UpdateReport, float]]:
@@ -67,5 +72,22 @@ def last_reports(job: str | None) -> list[tuple[UpdateReport, float]]:
     found = []
     for path in sorted(runtime_dir(job).glob("*.report")):
         with contextlib.suppress(FileNotFoundError):
-            found.append((decode_as(path.read_bytes(), UpdateReport), path.stat().st_mtime))
+            if (report := _report(path)) is not None:
+                found.append((report, path.stat().st_mtime))
     return found
+
+
+def _report(path: Path) -> UpdateReport | None:
+    """None where there is none, or one that can't be read: cut off by a crash of the host, or of another version."""
+    try:
+        return decode_as(path.read_bytes(), UpdateReport)
+    except FileNotFoundError:
+        return None
+    except (OSError, ProtocolError) as error:
+        _warn_once(f"the report {path} can't be read and is left out: {error}")
+        return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("weightwire: %s", text)

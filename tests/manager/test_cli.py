@@ -240,6 +240,10 @@ def test_top_shows_versions_how_far_behind_they_are_and_the_last_updates(directo
                         and late.replica in printed
                         and gib(report.bytes) in printed
                     )
+                (directory / "default" / "policy.report").write_bytes(b"cut")
+                for arguments in (("top", "--once"), ("status",)):
+                    code, printed, told = shown(*arguments)
+                    assert code == 0 and rig.replica in printed and "policy.report can't be read" in told
             finally:
                 late.end()
     finally:
