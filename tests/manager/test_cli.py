@@ -500,7 +500,9 @@ def test_output_that_cannot_be_written_ends_a_command_with_status_2_and_never_wi
     assert (gone.returncode, gone.stderr) == (2, ""), "a reader that closed its pipe wants to hear nothing"
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["transports"], ["config"], ["top", "--once"], ["status", "--wrong"]])
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["transports"], ["config"], ["top", "--once"], ["status", "--wrong"]]
+)
 def test_where_stdout_and_stderr_are_closed_the_exit_status_tells(directory: Path, arguments: list[str]) -> None:
     command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "inference_plugin.cli", *arguments]
     ended = subprocess.run(command, timeout=600, check=False)

@@ -337,6 +337,19 @@ def test_terms_that_another_trainer_replaced_are_agreed_anew_once() -> None:
     assert played.states() == {"a": "failed", "b": "begun"} and played.asked(Begin) == ["a", "b", "a"]
 
 
+def test_ranks_that_have_begun_keep_their_leases_while_others_open_the_group_anew_and_hear_if_that_fails() -> None:
+    played = Played("a", "b", workers=2)
+    for name, worker in itertools.product("ab", (0, 1)):
+        played.say(name, OPENED, worker)
+    played.on(BeginAll({"shm": b"there"}))
+    played.say("b", Begun(), 0), played.say("b", Begun(), 1)
+    played.say("a", Begun(), 0)
+    played.say("a", ProtocolError("the group is open with other terms"), 1)
+    assert played.states() == {"a": "opening", "b": "begun"} and played.machine.participants["a"].is_in
+    (drop,) = [each for each in played.say("a", SyncTimeout("silent"), 1) if isinstance(each, Drop)]
+    assert drop.replica == "a" and drop.tells_abort
+
+
 def test_a_replica_of_which_some_ranks_serve_the_version_already_and_others_do_not_fails_alone() -> None:
     """A catch-up may meet it: some ranks have closed the group since their commit, or lost it, and the others have not."""
     played = Played("a", "b", workers=2)

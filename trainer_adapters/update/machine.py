@@ -207,7 +207,8 @@ class TransactionMachine(TransactionState):
 
     @property
     def _others_wait(self) -> bool:
-        return any(each.is_in or each.state == "already" for each in self.participants.values())
+        there = self.participants.values()
+        return any((each.is_in and each.state != "opening") or each.state == "already" for each in there)
 
     def _look_whether_over(self) -> None:
         for one in self.ending:

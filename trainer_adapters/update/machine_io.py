@@ -168,7 +168,7 @@ class Participant:
     @property
     def is_in(self) -> bool:
         """Whether the replica is in the transaction; then its leases are renewed."""
-        return self.state not in ENDED and self.state != "opening"
+        return self.state not in ENDED and (self.state != "opening" or bool(self.begun))
 
     @property
     def streams(self) -> bool:

@@ -71,7 +71,11 @@ class ServedModel(HasDraft, SglangModel):
         """Why no request can be computed now; "" if one can. SGLang would end at the released memory, or take what lies there,
         and keep in its cache what it computed with that."""
         tags = sorted(self._updater.offload_tags)
-        return f"SGLang has released its memory ({', '.join(tags)}): resume_memory_occupation takes it back" if tags else ""
+        return (
+            f"SGLang has released its memory ({', '.join(tags)}): resume_memory_occupation takes it back"
+            if tags
+            else ""
+        )
 
     def sleep(self, level: SleepLevel) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
