@@ -94,6 +94,7 @@ class Transaction:
         self.phases: dict[str, float] = {}
         self._operation = operation
         self._settings = settings
+        self._opens_with: OpenGroup | None = None
         self._offers = {transport.name: (transport, sender) for transport, sender in offers}
         self._lost = lost
         self._sessions: dict[str, ReplicaSession] = {}
@@ -348,7 +349,11 @@ class Transaction:
     def _open_request(self, action: AskToOpen) -> OpenGroup:
         terms, (_, sender) = self.terms, self._offers[action.transport]
         install, sharing = terms.install_over(action.transport), self._machine.participants[action.replica].sharing
-        return OpenGroup(terms.group, terms.manifest, action.transport, sender.probe(), install, terms.partial, sharing)
+        probe = sender.probe()
+        request = OpenGroup(terms.group, terms.manifest, action.transport, probe, install, terms.partial, sharing)
+        if request != self._opens_with:
+            self._opens_with = request
+        return self._opens_with  # the same object for the next replica: what goes to many is encoded once
 
     def _tell_abort(self, aborts: Sequence[TellAbort]) -> None:
         """Tells all of these replicas at once to drop the transaction; their leases do it if this cannot."""
