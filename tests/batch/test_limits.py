@@ -16,6 +16,7 @@ from tests.support.rig import runtime
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks, fetch_entries
 from trainer_adapters.batch.nested import localize, remotize
+from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.records import VersionSpan
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import RolloutWorker
@@ -119,6 +120,13 @@ def test_arguments_of_another_kind_are_refused_where_they_are_given(store: Store
     for named in ({"address": 5}, {"name": None}):
         with pytest.raises(ValueError, match=r"5 is a int|use lower-case letters"):
             Store(budget_bytes=1, **named)  # type: ignore[arg-type]
+    for words, arguments in {
+        "batch=5": (5, store),
+        "store=5": (None, 5),
+        "init_process_group first": (None, store),
+    }.items():
+        with pytest.raises(BatchError, match=words):
+            RankBatch(*arguments, by="k")  # type: ignore[arg-type]
     with RolloutPool() as pool:
         for named in ({"generate": None}, {"pool": pool}, {"store": None}):
             arguments: dict[str, Any] = {"generate": print, "slots": 1, "store": store} | named

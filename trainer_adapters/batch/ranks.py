@@ -39,6 +39,7 @@ from inference_plugin.wire.errors import (
 )
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.boundary import TIMEOUT_S
+from trainer_adapters.batch.limits import checked_seconds
 from trainer_adapters.batch.nested import Putting, remotize
 from trainer_adapters.batch.records import ClearReport
 
@@ -70,7 +71,20 @@ class RankBatch:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`batch`: None above rank 0. `by`: the key whose tokens are shared out evenly, as in `DistributedBatch.split`.
-        `timeout_s`: longest time of a fetch, and of a clear."""
+        `timeout_s`: longest time of a fetch, and of a clear. Raises `BatchError` for another kind of argument, and without
+        torch.distributed; `ConfigError` for a `timeout_s` that is no time."""
+        if not isinstance(batch, DistributedBatch | None):
+            raise BatchError(
+                f"batch={batch!r:.300} is a {type(batch).__name__}", hint="give a DistributedBatch, or None"
+            )
+        if not hasattr(store, "put"):
+            raise BatchError(f"store={store!r:.300} is a {type(store).__name__}", hint="give a Store(budget_bytes=...)")
+        timeout_s = checked_seconds("timeout_s", timeout_s)
+        if not dist.is_initialized():
+            raise BatchError(
+                "a RankBatch is for the ranks of torch.distributed, which is not initialized",
+                hint="call init_process_group first; a trainer of one process needs only batch.fetch()",
+            )
         self.whole = DistributedBatch() if batch is None else batch
         self.lost: set[str] = set()
         self._store, self._by, self._timeout_s = store, by, timeout_s
