@@ -126,3 +126,27 @@ def test_no_update_begins_while_a_rank_still_gathers_for_one_that_failed(start: 
     assert "of the test" in seen(2, 0) and seen(2, 1) != "served"
     assert all("ranks [1] are still in the generator" in seen(3, rank) for rank in (0, 1))
     assert holds(rig, 1)
+
+
+def lone_rank(rank: int, directory: str) -> None:
+    """Rank 0 of two updates alone, as TRL's asynchronous trainer does."""
+    out = Path(directory)
+    dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), 2), rank=rank, world_size=2)
+    if rank == 0:
+        alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
+        manager = SyncManager(process_group=alone, timeout_s=60)
+        GeneratorUpdates(manager, None, alone).update(iter(checkpoint(1).items()))
+        (out / "done").touch()
+    eventually(lambda: (out / "done").exists(), "rank 0's update")
+    os._exit(0)
+
+
+def test_a_rank_that_updates_alone_waits_for_no_other(start: Start, directory: Path) -> None:
+    rig = start()
+    out = directory / "ranks"
+    out.mkdir()
+    for rank in (0, 1):
+        environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+        fork("tests.manager.test_read_once:lone_rank", environment, rank=rank, directory=str(out))
+    eventually(lambda: (out / "done").exists(), "rank 0's update")
+    assert holds(rig, 1)

@@ -19,10 +19,16 @@ __all__ = ["GeneratorUpdates"]
 
 
 class GeneratorUpdates:
-    """Updates of one manager, each from a new generator. `dtype`: in which all tensors travel."""
+    """Updates of one manager, each from a new generator. `dtype`: in which all tensors travel. `process_group`: the manager's."""
 
-    def __init__(self, manager: SyncManager, dtype: torch.dtype | str | None) -> None:
+    def __init__(
+        self,
+        manager: SyncManager,
+        dtype: torch.dtype | str | None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._manager = manager
+        self._process_group = process_group
         self._dtype = dtype
         self._once = ReadOnce(is_sender=manager.rank == 0)
         self._source: ExportAdapter | None = None
@@ -58,13 +64,16 @@ class GeneratorUpdates:
 
     def _first(self, version: int | None) -> UpdateReport:
         self._check_ended()
-        self._source = OnceAdapter(self._once, self._dtype)
+        self._source = OnceAdapter(self._once, self._dtype, self._process_group)
         return self._manager.update(self._source, version)
 
     def _check_ended(self) -> None:
-        if self._failed is None or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        group = self._process_group
+        if self._failed is None or not (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        ):
             return
-        told = meet(bytes([self._failed.runs]), None, timeout_s=self._manager.settings.timeout_s, making="update")
+        told = meet(bytes([self._failed.runs]), group, timeout_s=self._manager.settings.timeout_s, making="update")
         if late := [rank for rank, runs in enumerate(told) if any(runs)]:
             raise ProtocolError(
                 f"trainer ranks {late} are still in the generator of an update that failed",
@@ -78,9 +87,11 @@ class GeneratorUpdates:
 class OnceAdapter(ExportAdapter):
     """Tells `once` how often the next update reads it."""
 
-    def __init__(self, once: ReadOnce, dtype: torch.dtype | str | None) -> None:
+    def __init__(
+        self, once: ReadOnce, dtype: torch.dtype | str | None, process_group: dist.ProcessGroup | None
+    ) -> None:
         self._once = once
-        super().__init__(once, dtype_rules=dtype)
+        super().__init__(once, dtype_rules=dtype, process_group=process_group)
 
     def expect_reads(self, times: int) -> None:
         self._once.reads = times

@@ -75,7 +75,7 @@ class WeightTransfer:
         if dist.is_initialized() and dist.get_world_size() > 1:  # the other ranks make no manager, and no group
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._manager = SyncManager(process_group=alone, **self._settings)
-        self._updates = GeneratorUpdates(self._manager, self._dtype)
+        self._updates = GeneratorUpdates(self._manager, self._dtype, alone)
         await_replicas(self._manager, replicas)
 
     def pause(self) -> None:
