@@ -240,7 +240,7 @@ def _gigachat() -> Written:
     entries = ROUTED | {
         "model_type": "gigachat3_5", "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
         "v_head_dim": 32, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "full_attention_layers": [1],
-        "layer_types": None, "rope_theta": 10000.0,
+        "layer_types": None, "rope_theta": 10000.0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "rope_parameters": ROPE | {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 0.7, "mscale_all_dim": 0.7,
         },
