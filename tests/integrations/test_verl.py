@@ -120,7 +120,7 @@ class VerlJob:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Checkpoint) -> Path:  # noqa: F811
-    return checkpoint("llama", tied=False, seed=1)
+    return checkpoint("llama", tied=True, seed=1)
 
 
 @pytest.fixture(scope="module")

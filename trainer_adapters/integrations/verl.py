@@ -43,6 +43,7 @@ from trainer_adapters.sources.export import ExportAdapter
 try:
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
     from verl.utils.device import get_torch_device
+    from verl.utils.model import convert_weight_keys
     from verl.utils.ray_utils import auto_await
     from verl.workers.rollout.replica import RolloutMode
 except ImportError as missing:
@@ -59,6 +60,9 @@ BACKEND = "weightwire"
 HANDS_OVER_ENGINE = "delta_sharded"
 """The mode in which verl's worker gives its backend the training engine, which can be asked again and again, in place of a
 generator of tensors, which can be read once."""
+WRAPPED = "_fsdp_wrapped_module."
+OF_PEFT = "base_model.model."
+"""What FSDP1 and PEFT add to the names of parameters, and verl's export takes away."""
 GRACE_S = 30.0
 """Time in which the other ranks report their errors after the first one."""
 TOLD_S = 10.0
@@ -126,9 +130,11 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
             report = self._manager.update(weights.module, version, dtype=self._dtype, hf_config=config)
         elif is_engine(weights):
             try:  # the source is kept: only the first update has to find out names, shapes and dtypes
-                self._source = self._source or ExportAdapter(
-                    functools.partial(exported, weights), dtype_rules=self._dtype
-                )
+                if self._source is None:
+                    ties = ties_of(weights)
+                    self._source = ExportAdapter(
+                        functools.partial(exported, weights), tied=ties, exclude=ties, dtype_rules=self._dtype
+                    )
                 report = self._manager.update(self._source, version)
             except BaseException:
                 self._source = None  # on all ranks, as the error is: what is sent may be another model now
@@ -325,6 +331,21 @@ def exported(engine: Any) -> Named:
             hint="set actor_rollout_ref.model.lora.merge=True, or use the backend naive",
         )
     return weights  # type: ignore[no-any-return]
+
+
+def ties_of(engine: Any) -> dict[str, str]:
+    """The second names of parameters that the module of verl's training engine has under several, each with the first name. The
+    export yields a copy under each, and an engine that ties them has no place for the second."""
+    module = engine.module
+    if not isinstance(module, torch.nn.Module):  # Megatron's, whose export yields them once
+        return {}
+    inner = getattr(module, "_fsdp_wrapped_module", module)
+    own = {
+        name.replace(WRAPPED, "").replace(OF_PEFT, ""): p for name, p in module.named_parameters(remove_duplicate=False)
+    }
+    first: dict[int, str] = {}
+    named = convert_weight_keys(own, inner)
+    return {name: known for name, p in named.items() if (known := first.setdefault(id(p), name)) != name}
 
 
 def _results(asked: Sequence[Any], limit_s: float, whose: str = "trainer rank") -> list[Any]:
