@@ -38,11 +38,9 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gbit", type=float, nargs="*", default=[1.0, 10.0], help="links, in Gbit/s")
-    parser.add_argument(
-        "--shares", type=float, nargs="*", default=[0.001, 0.01, 0.1], help="of the elements that change"
-    )
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.01, 0.1], help="of the elements that change")
     parser.add_argument("--layers", type=int, default=28, help="28 gives 506 M parameters")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     if INSIDE not in os.environ:
