@@ -216,6 +216,13 @@ class DeltaReceiver(BucketReceiver):
     def _set_base(self, base: Base | None) -> None:
         self._base = base
 
+    def _take_back(self, memory: torch.Tensor) -> None:
+        """Of two memories that nobody uses, that of the base is kept."""
+        spare = self._spare
+        super()._take_back(memory)
+        if self._spare is not None and self._base is not None and spare is self._base.memory:
+            self._spare = spare
+
 
 def _holds(needs: Mapping[int, Box], box: Box) -> bool:
     """Whether all of the box is needed, and so is kept."""

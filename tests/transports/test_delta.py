@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.transports import delta
 from inference_plugin.transports.base import Delivery, Target
-from inference_plugin.transports.delta import TRANSPORT, DeltaSender, changes_between, make_changes
+from inference_plugin.transports.delta import TRANSPORT, DeltaReceiver, DeltaSender, changes_between, make_changes
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
@@ -433,6 +433,25 @@ def test_memory_is_free_at_once_where_changes_were_refused(worker: Worker) -> No
     finally:
         gc.enable()
     pair.close()
+
+
+def test_no_second_memory_is_kept_where_a_checked_update_and_then_the_way_back_were_given_up() -> None:
+    manifest = manifest_for({"w": any_bits(torch.int8, 3 * mmap.PAGESIZE)})
+    receiver, needs = DeltaReceiver(), (manifest.whole(0),)
+
+    def memories() -> int:
+        gc.collect()
+        return sum(isinstance(each, mmap.mmap) and len(each) == manifest.layout.nbytes for each in gc.get_objects())
+
+    stagings = []
+    for name in (bytes(16), bytes(15) + b"2"):
+        stagings.append(receiver.open(manifest, msgspec.msgpack.encode({"name": name}), needs))
+        stagings[-1].check(manifest, [], lambda: None)
+    assert memories() == 2
+    for staging in reversed(stagings):
+        staging.close()
+    assert memories() == 1
+    assert receiver.open(manifest, NAME, needs).landing == bytes(15) + b"2", "that of the last bytes that were compared"
 
 
 def test_a_name_of_another_length_is_a_typed_error(worker: Worker) -> None:

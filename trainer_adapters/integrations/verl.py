@@ -35,6 +35,7 @@ from inference_plugin.wire.errors import (
     SyncTimeout,
     TransportUnavailable,
 )
+from trainer_adapters.events import harmless
 from trainer_adapters.integrations.options import await_ranks, checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
@@ -145,7 +146,8 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         if self._options.keys().isdisjoint(("on_failure", "stragglers")):
             report.raise_failed()  # a lost replica too: verl does not start it again, and would go on asking it
         if self._shares_devices and is_engine(weights):
-            make_room(weights)
+            with harmless("making room for the KV caches of replicas"):  # the version is committed
+                make_room(weights)
         return {
             "weightwire/version": report.version,
             "weightwire/replicas": len(report.replicas) - len(report.failed),
