@@ -165,7 +165,8 @@ def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(
         if server == "python":  # nobody has asked it before; the Rust server doesn't say
             assert engine.request("POST", "/update_weights_from_disk", {"model_path": str(pair[1])})[1]["success"]
             eventually(  # a thread writes what the server's process reads
-                lambda: engine.request("GET", "/model_info")[1]["weight_version"] == "unknown", "the version is unknown"
+                lambda: engine.request("GET", "/model_info")[1]["weight_version"] == "unknown",
+                what="a version that nobody knows",
             )
 
 
