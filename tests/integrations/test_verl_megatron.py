@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import checkpoint, runtime  # noqa: F401 -- fixtures
+from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
 from tests.engines.test_vllm_tokens import PROMPTS
-from tests.integrations.test_verl import PYTHON, VerlJob, engine, expected, model  # noqa: F401 -- some are fixtures
+from tests.integrations.test_verl import PYTHON, VerlJob, engine, expected  # noqa: F401 -- `engine` is a fixture
 from tests.integrations.test_verl import pytestmark as of_verl
 from tests.support.engines import ROOT, Driver
 
@@ -22,6 +22,12 @@ pytestmark = [
     *of_verl,
     pytest.mark.skipif(not MEGATRON_PYTHON.exists(), reason="no .venvs/megatron: `make megatron` makes it"),
 ]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Path:  # noqa: F811
+    """Untied: Megatron-Bridge's export has a tied head under one name only, and the test loads it into transformers' model."""
+    return checkpoint("llama", tied=False, seed=1)
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def job(model: Path, engine: Driver) -> Iterator[VerlJob]:  # noqa: F811
 def test_verls_megatron_trainer_brings_its_weights_by_its_own_export_and_by_its_shards(
     job: VerlJob,
     engine: Driver,  # noqa: F811
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> None:
     before = engine.tokens(PROMPTS)
