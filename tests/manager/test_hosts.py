@@ -16,17 +16,22 @@ from tests.support.rig import eventually, runtime
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root and iproute2")
 
 
+def joined(hosts: list[Host], directory: Path) -> dict[str, str]:
+    """A new key, and the variables of a job whose trainer is on the first of these hosts."""
+    curve.make_key(directory / "key")
+    return {
+        curve.VARIABLE: str(directory / "key"),
+        "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
+        "WEIGHTWIRE_SILENCE_S": "2",
+    }
+
+
 class Cluster:
     """A trainer and two replicas, each on a host of its own. The tests of this file take them over one from the other."""
 
     def __init__(self, hosts: list[Host], directory: Path) -> None:
-        curve.make_key(directory / "key")
         self.hosts, self.directory, self.version = hosts, directory, 0
-        self.environment = {
-            curve.VARIABLE: str(directory / "key"),
-            "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
-            "WEIGHTWIRE_SILENCE_S": "2",
-        }
+        self.environment = joined(hosts, directory)
         self.trainer = HostedTrainer(hosts[0], directory / "trainer", self.environment)
         self.first = self.replica(hosts[1], "a", tp=2)
         self.second = self.replica(hosts[2], "b")
@@ -104,12 +109,7 @@ def test_a_manager_that_is_killed_and_started_again_finds_out_where_everyone_sta
 
 def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything_travels() -> None:
     with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
-        curve.make_key(directory / "key")
-        environment = {
-            curve.VARIABLE: str(directory / "key"),
-            "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
-            "WEIGHTWIRE_SILENCE_S": "2",
-        }
+        environment = joined(hosts, directory)
         trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport="delta")
         first = HostedReplica(hosts[1], directory / "a", environment, tp=2)
         second = HostedReplica(hosts[2], directory / "b", environment)
@@ -132,13 +132,7 @@ def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything
 
 def test_hosts_that_trust_a_network_take_updates_by_collective_and_a_lost_one_costs_one_update() -> None:
     with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
-        curve.make_key(directory / "key")
-        environment = {
-            curve.VARIABLE: str(directory / "key"),
-            "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
-            "WEIGHTWIRE_SILENCE_S": "2",
-            INTERFACE: "eth0",
-        }
+        environment = joined(hosts, directory) | {INTERFACE: "eth0"}
         trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport="collective")
         first = HostedReplica(hosts[1], directory / "a", environment, tp=2)
         second = HostedReplica(hosts[2], directory / "b", environment)
