@@ -123,7 +123,9 @@ def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything
         assert holds(first, 5) and holds(second, 3)
         second.host.restore()
         assert len(trainer.ask("wait", count=2)) == 2
-        eventually(lambda: holds(second, 5), "the one that was cut off caught up")
+        caught_up = [["current", 5]] * 2
+        eventually(lambda: [*trainer.ask("replicas").values()] == caught_up, "the one that was cut off caught up")
+        assert holds(second, 5)
         for version, seed in ((6, 5), (7, 7)):
             report = trainer.ask("update", version=version, seed=seed)
             assert sorted(report.values()) == [["committed", "delta", ""]] * 2
