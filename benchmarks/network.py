@@ -47,7 +47,12 @@ def main() -> None:
         if missing := [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]:
             raise SystemExit(f"bench-network needs {', '.join(missing)} (packages util-linux, iproute2)")
         model = make_model(arguments.layers)  # outside: it may have to be downloaded
-        os.environ |= {INSIDE: str(model), "WEIGHTWIRE_LISTEN": "tcp://127.0.0.1:*"}
+        os.environ |= {
+            INSIDE: str(model),
+            "WEIGHTWIRE_LISTEN": "tcp://127.0.0.1:*",
+            "UCX_NET_DEVICES": "lo",
+            "UCX_TLS": "tcp",
+        }
         sys.stdout.flush()
         os.execvp("unshare", ["unshare", "-rn", sys.executable, "-m", "benchmarks.network", *sys.argv[1:]])
     end_by_signals()
@@ -68,7 +73,7 @@ def measure(engine: Engine, trainer: Remote, arguments: argparse.Namespace, cons
     for gbit in arguments.gbit:
         shape = f"tc qdisc replace dev lo root tbf rate {gbit}gbit burst {max(1, int(gbit))}mb latency 100ms"
         subprocess.run(shape.split(), check=True)
-        for way in ("zmq", *(f"delta {share}" for share in arguments.shares), BROADCAST):
+        for way in ("zmq", "nixl", *(f"delta {share}" for share in arguments.shares), BROADCAST):
             taken = [one(engine, trainer, weights, way, arguments.shares) for _ in range(arguments.runs + 1)][1:]
             medians = {name: statistics.median(each[name] for each in taken) for name in taken[0]}
             rows.append({"gbit": gbit, "way": way, "bytes": weights.nbytes, "copy_s": copy_s, **medians})

@@ -159,7 +159,8 @@ def network(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         way, _, share = row["way"].partition(" ")
-        said = {"zmq": "`zmq`", "delta": f"`delta`, {float(share) * 100:g} % changed" if way == "delta" else ""}
+        changed = f"`delta`, {float(share) * 100:g} % changed" if way == "delta" else ""
+        said = {"zmq": "`zmq`", "nixl": "`nixl` (UCX's TCP)", "delta": changed}
         lines.append(
             [
                 f"{row['gbit']:g} Gbit/s",

@@ -292,7 +292,7 @@ class CollectiveSender(Sender):
         return pieces, stats
 
     def _send_all(self, joined: Group, delivery: Delivery, pieces: list[Piece], stats: WriteStats) -> None:
-        self.config.warn_if_short_of_memory(2)
+        self.config.warn_if_short_of_memory(2 * self.config.bucket_bytes)
         packed, flying = (BroadcastBuffer(self.config.bucket_bytes) for _ in range(2))
         for piece, part in digested_pieces(delivery, stats):
             if not packed.has_room(part.nbytes):

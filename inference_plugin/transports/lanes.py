@@ -59,6 +59,11 @@ class Lane:
     def _make_buffers(self, config: Config) -> list[Buffer]:
         return [Buffer(np.empty(config.bucket_bytes, dtype=np.uint8)) for _ in range(config.buffers)]
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of its buffers."""
+        return len(self._buffers) * self._bucket_bytes
+
     def close(self) -> None:
         """Frees everything."""
         self.channel.close()
@@ -119,10 +124,14 @@ class Lane:
         while self.busy:
             self.advance(wait=True)
 
+    def needs(self, piece: Piece) -> bool:
+        """Whether the worker needs any of it, and is not lost."""
+        wanted = self._needs.get(piece.box.tensor)
+        return self.error is None and wanted is not None and intersect(piece.box, wanted) is not None
+
     def add(self, piece: Piece, data: Bytes) -> None:
         """Packs a piece, as `data`, if the worker needs any of it; sends the bucket once it is full."""
-        wanted = self._needs.get(piece.box.tensor)
-        if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
+        if not self.needs(piece):
             return
         if self._packed:
             self.advance()
@@ -144,7 +153,7 @@ class Lane:
         self._pieces, self._sizes = [], []
         self._used_bytes = 0
         self._buffers.rotate(-1)
-        self.advance(wait=len(self._packed) + (self._in_flight is not None) == len(self._buffers))
+        self.advance(wait=self.unanswered == len(self._buffers))
 
     def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
         """The bucket as it is sent, with its payload frame."""
@@ -161,9 +170,14 @@ class Lane:
             self._send(*self._packed.popleft())
 
     @property
+    def unanswered(self) -> int:
+        """Number of buckets that wait to be sent or answered."""
+        return len(self._packed) + (self._in_flight is not None)
+
+    @property
     def busy(self) -> bool:
-        """Whether a bucket waits to be sent or answered."""
-        return self.error is None and bool(self._packed or self._in_flight)
+        """Whether anything waits to be sent or answered."""
+        return self.error is None and self.unanswered > 0
 
     def _send(self, request: Bucket | Relay, payload: memoryview | None = None) -> None:
         nbytes = len(payload) if payload is not None else 0

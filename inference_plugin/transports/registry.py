@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.transports import collective, cuda_ipc, delta, shm, stream, zmq, zone
+from inference_plugin.transports import collective, cuda_ipc, delta, nixl, shm, stream, zmq, zone
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.errors import TransportUnavailable
 
@@ -19,7 +19,7 @@ def transports() -> dict[str, Transport]:
     """
     known: dict[str, Transport] = {}
     offered: Sequence[Sequence[Transport]] = plugin_manager().hook.weightwire_transports()
-    ours = [each.TRANSPORT for each in (cuda_ipc, zone, shm, zmq, delta, collective, stream)]
+    ours = [each.TRANSPORT for each in (cuda_ipc, zone, shm, zmq, delta, nixl, collective, stream)]
     for transport in [*ours, *(t for several in offered for t in several)]:
         if transport.name == Transport.AUTO or known.setdefault(transport.name, transport) is not transport:
             raise TransportUnavailable(

@@ -80,7 +80,7 @@ class ZmqSender(Sender):
         stats.move_s += time.perf_counter() - started_s
         stats.messages = sum(lane.messages for lane in lanes)
         stats.sent_bytes = sum(lane.sent_bytes for lane in lanes)
-        stats.held_bytes = len(self._lanes) * config.buffers * config.bucket_bytes
+        stats.held_bytes = self._held_bytes()
         for lane in lanes:
             stats.lost |= lane.lost()
         return pieces, stats
@@ -114,6 +114,9 @@ class ZmqSender(Sender):
         """What each lane sends of a piece whose bytes are `part`."""
         return lambda lane: part
 
+    def _held_bytes(self) -> int:
+        return sum(lane.held_bytes for lane in self._lanes.values())
+
     def _make_lane(self, target: Target) -> Lane:
         return Lane(target, self.config)
 
@@ -121,7 +124,7 @@ class ZmqSender(Sender):
         lane = self._lanes.get(target.address)
         if lane is None:
             lane = self._lanes[target.address] = self._make_lane(target)
-            self.config.warn_if_short_of_memory(self.config.buffers * len(self._lanes))
+            self.config.warn_if_short_of_memory(self._held_bytes())
         return lane
 
 

@@ -98,14 +98,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Size,
         _for(
             "trainer",
-            "size of a bucket of `zmq`, `delta` or `stream`, of a broadcast of `collective`, of a gathering of LoRA",
+            "size of a bucket of `zmq`, `delta`, `nixl` or `stream`, of a broadcast of `collective`, of a gathering of LoRA",
         ),
     ] = 8 << 20
     buffers: Annotated[
         Buffers,
         _for(
             "trainer",
-            "number of buckets for each worker of `zmq`, `delta` and `stream`: in flight, packed, being packed",
+            "number of buckets for each worker of `zmq`, `delta` and `stream`, for all together of `nixl`: in flight, "
+            "packed, being packed",
         ),
     ] = 2
     collective_backend: Annotated[
@@ -154,13 +155,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """A copy with the arguments that are not None. Raises `ConfigError`."""
         return msgspec.structs.replace(self, **{n: value for n, value in arguments.items() if value is not None})
 
-    def warn_if_short_of_memory(self, buckets: int) -> None:
-        """Logs a warning if this many buckets exceed the free memory."""
-        if buckets * self.bucket_bytes > (free_bytes := free_host_bytes()):
+    def warn_if_short_of_memory(self, nbytes: int) -> None:
+        """Logs a warning if buckets of `nbytes` in all exceed the free memory."""
+        if nbytes > (free_bytes := free_host_bytes()):
             logger.warning(
                 "weightwire: %d buckets of bucket_bytes=%d (WEIGHTWIRE_BUCKET_BYTES) exceed the %d bytes of memory that "
                 "are free",
-                buckets,
+                nbytes // self.bucket_bytes,
                 self.bucket_bytes,
                 free_bytes,
             )

@@ -201,7 +201,9 @@ def test_updates_through_every_policy_and_transport_and_back_again(live: Live) -
     (card,) = live.driver.cards
     assert [w.rank for w in card.workers] == list(range(live.ranks))
     live.version = check_life(live.driver.tokens, live.models["A"], live.models["B"])
-    live.serves = "A"
+    for which in "BA":
+        live.update(which, install="standby", transport="nixl")
+        live.assert_serves(which)
 
 
 @pytest.mark.parametrize("live", ["tp1", "tp2"], indirect=True)

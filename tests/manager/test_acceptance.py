@@ -20,6 +20,7 @@ from inference_plugin.devices import DEVICES
 from inference_plugin.net.channel import Channel
 from inference_plugin.transports.backends import BACKENDS, Group, chosen_backend
 from inference_plugin.transports.base import Receiver, Sender, Staging
+from inference_plugin.transports.nixl import NixlSender
 from inference_plugin.transports.shm import ShmSender
 from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire import codec
@@ -68,11 +69,13 @@ def senders_memory(manager: SyncManager) -> Iterator[Any]:
     for sender in manager._context.writer.senders.values():
         if isinstance(sender, ShmSender):
             yield from (segment.tensor.numpy() for segment in sender._owned.values())
+        elif isinstance(sender, NixlSender):
+            yield sender.ring.memory.numpy()
         elif isinstance(sender, ZmqSender):
             yield from (buffer.memory for lane in sender._lanes.values() for buffer in lane._buffers)
 
 
-WAYS = [*itertools.product(("shm", "zmq", "delta"), ("copy", "standby")), ("stream", "streaming")]
+WAYS = [*itertools.product(("shm", "zmq", "delta", "nixl"), ("copy", "standby")), ("stream", "streaming")]
 
 
 @pytest.mark.parametrize(("transport", "install"), WAYS)
@@ -88,10 +91,12 @@ def test_memory_that_the_sender_writes_over_after_the_commit_is_not_what_the_eng
             assert holds(rig, version)
 
 
-@pytest.mark.parametrize("install", ["copy", "standby"])
-def test_a_bucket_that_was_answered_is_not_read_again_even_before_the_commit(start: Start, install: Any) -> None:
+@pytest.mark.parametrize(("transport", "install"), [("zmq", "copy"), ("zmq", "standby"), ("nixl", "standby")])
+def test_a_bucket_that_was_answered_is_not_read_again_even_before_the_commit(
+    start: Start, transport: str, install: Any
+) -> None:
     rig = start(tp=2)
-    with SyncManager(transport="zmq", install=install, timeout_s=60) as manager:
+    with SyncManager(transport=transport, install=install, timeout_s=60) as manager:
         rig.ask("hold")
         pending = manager.update_async(source(1), 1)
         eventually(lambda: waiting(rig), "the commit at the held step boundary")

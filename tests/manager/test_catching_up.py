@@ -70,7 +70,7 @@ def paused(rig: Rig, times: int = 1) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("install", ["copy", "standby"])
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nixl"])
 def test_a_replica_that_joins_gets_the_last_version_at_once_and_no_other_one_is_asked(
     start: Start, asked: list[str], transport: str, install: Any
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_manager_that_has_no_bytes_lets_newcomers_wait_for_its_first_update(st
 # --- what can go wrong with it ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nixl"])
 def test_bytes_that_are_no_longer_what_the_trainer_wrote_are_not_installed(
     start: Start, directory: Path, transport: str
 ) -> None:

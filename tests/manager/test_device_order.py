@@ -100,7 +100,7 @@ def test_weights_that_a_step_copies_to_the_host_are_read_once_they_have_arrived(
         assert holds(rig, 2) is not bool(ignored)
 
 
-@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "delta", "stream"])
+@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "delta", "nixl", "stream"])
 @pytest.mark.parametrize("kind", [Trained, Gathered])
 def test_engines_get_what_the_step_made_that_the_caller_had_only_queued(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: type[Trained], transport: str

@@ -76,7 +76,7 @@ def holds(rig: Rig, seed: int) -> bool:
 
 @pytest.mark.parametrize(
     ("transport", "install"),
-    [*itertools.product(("shm", "zmq", "delta"), ("copy", "standby")), ("stream", "streaming")],
+    [*itertools.product(("shm", "zmq", "delta", "nixl"), ("copy", "standby")), ("stream", "streaming")],
 )
 def test_every_rank_of_every_replica_holds_each_version_in_turn(start: Start, transport: str, install: Any) -> None:
     rigs = [start(tp=2), start(tp=1)]
@@ -717,7 +717,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
         assert [(r["version"], r["differ"], r["unreadable"]) for r in verified] == [(51, [], [])] * 2
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "delta"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "delta", "nixl"])
 def test_a_rank_killed_while_it_writes_ends_the_update_at_once_and_the_old_version_is_served(
     start: Start, trainer: Callable[..., Ranks], transport: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_second_sets_and_the_segment_are_counted_together_before_either_is_made(
 
 @pytest.mark.parametrize(
     ("transport", "install"),
-    [("shm", "copy"), ("shm", "standby"), ("zmq", "copy"), ("delta", "standby"), ("zone", "standby")],
+    [("shm", "copy"), ("shm", "standby"), ("zmq", "copy"), ("delta", "standby"), ("nixl", "copy"), ("zone", "standby")],
 )
 def test_a_verification_gives_all_memory_back(start: Start, transport: str, install: Any) -> None:
     start(tp=2)

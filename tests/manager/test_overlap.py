@@ -173,7 +173,7 @@ def test_a_step_while_the_weights_are_read_is_found_out_and_the_old_version_stay
         assert manager.versions() == {rig.replica: 3}
 
 
-@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "delta", "stream", "collective"])
+@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "delta", "nixl", "stream", "collective"])
 @pytest.mark.parametrize("check_finite", [False, True])
 def test_of_tensors_that_a_function_makes_one_is_held_at_a_time(
     start: Start, transport: str, check_finite: bool

@@ -208,10 +208,13 @@ def test_leases_are_renewed_whatever_the_managers_thread_waits_for_and_no_longer
         assert "weightwire-leases" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_one_that_takes_no_more_buckets_costs_the_others_no_longer_than_a_silence(start: Start, stops: Any) -> None:
+@pytest.mark.parametrize("transport", ["zmq", "nixl"])
+def test_one_that_takes_no_more_buckets_costs_the_others_no_longer_than_a_silence(
+    start: Start, stops: Any, transport: str
+) -> None:
     healthy, doomed = start(), start(tp=2)
     config = Config(timeout_s=TIMEOUT_S, lease_s=LEASE_S, control_timeout_s=SILENCE_S)
-    with SyncManager(transport="zmq", config=config) as manager:
+    with SyncManager(transport=transport, config=config) as manager:
         manager.update(source(1), 1)
         stops(doomed, "last worker", Bucket)
         began_s = time.monotonic()

@@ -46,7 +46,7 @@ def test_a_tensor_whose_shape_is_another_one_than_the_engines_differs(start: Sta
     assert report.replicas[0].differ[1] == f"held by no rank: {name} (1 in all)"
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "delta"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "delta", "nixl"])
 def test_a_slice_of_another_shape_or_kind_than_its_box_is_refused_before_it_travels(
     start: Start, transport: str
 ) -> None:

@@ -88,9 +88,9 @@ def test_buckets_that_exceed_the_free_memory_are_warned_of(
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 << 20))
     with caplog.at_level(logging.WARNING):
-        Config(bucket_bytes=8 << 20).warn_if_short_of_memory(2)
+        Config(bucket_bytes=8 << 20).warn_if_short_of_memory(2 * (8 << 20))
         assert caplog.text == ""
-        Config(bucket_bytes=9 << 20).warn_if_short_of_memory(2)
+        Config(bucket_bytes=9 << 20).warn_if_short_of_memory(2 * (9 << 20))
     assert "bucket_bytes=9437184" in caplog.text and "16777216 bytes" in caplog.text
 
 
