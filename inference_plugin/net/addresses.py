@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from inference_plugin.net.held import hold, is_held
+from inference_plugin.net.held import hold, is_held, read_plain
 from inference_plugin.net.listening import is_abandoned, lacks_room, listens_on, make_private
 from inference_plugin.net.processes import ancestors_of, has_ended, start_ticks
 from inference_plugin.wire.codec import decode_as
@@ -311,7 +311,7 @@ def _living_jobs(root: Path) -> set[str]:
     found = set()
     for path in root.glob("*/*.card"):
         with contextlib.suppress(ProtocolError, OSError):
-            card = decode_as(path.read_bytes(), ReplicaCard)
+            card = decode_as(read_plain(path), ReplicaCard)
             found |= set() if _is_stale(card) else {card.job}
     return found
 
@@ -344,7 +344,7 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
         if found is None or found[1] in replicas or not has_ended(int(found["pid"]), int(found["started"])):
             continue
         # Its process may be of another pid namespace.
-        is_note = path.suffix in _LEFTOVERS or path.name.startswith("collective-")
+        is_note = path.is_file() and (path.suffix in _LEFTOVERS or path.name.startswith("collective-"))
         if (is_note and not is_held(path)) or (path.is_socket() and is_abandoned(path)):
             path.unlink(missing_ok=True)
 
@@ -353,8 +353,8 @@ def _notes(suffix: str, job: str | None) -> Iterator[tuple[str, str]]:
     """Living processes that left a file with this suffix, in words, each with its text."""
     for path in sorted(runtime_dir(job).glob(f"*{suffix}")):
         if (owner := _owner(path)) and (not has_ended(*owner) or is_held(path)):
-            with contextlib.suppress(FileNotFoundError):
-                yield f"{path.name.partition('-')[0]} process {owner[0]}", path.read_text()
+            with contextlib.suppress(OSError):  # it was removed just now
+                yield f"{path.name.partition('-')[0]} process {owner[0]}", read_plain(path).decode(errors="replace")
 
 
 def _living(pattern: str) -> dict[str, tuple[int, int]]:
@@ -391,7 +391,7 @@ _UNREADABLE: set[tuple[str, str]] = set()
 def _cards(job: str | None) -> Iterator[ReplicaCard]:
     for path in runtime_dir(job).glob("*.card"):
         try:
-            yield decode_as(path.read_bytes(), ReplicaCard)
+            yield decode_as(read_plain(path), ReplicaCard)
         except FileNotFoundError:
             continue
         except (ProtocolError, OSError) as error:  # damaged, or of another version: it costs this replica only

@@ -1,14 +1,19 @@
-"""Files of the runtime directory that a process holds locked while it lives: to processes of other pid namespaces, such as
-containers that share the directory, the pid in a file's name says nothing."""
+"""Files of the runtime directory. Only plain ones are opened: a FIFO would keep its reader waiting, a device has no end.
+
+A process holds some of them locked while it lives: to processes of other pid namespaces, such as containers that share the
+directory, the pid in a file's name says nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 
-__all__ = ["hold", "is_held"]
+from inference_plugin.wire.codec import MAX_CONTROL_BYTES
+
+__all__ = ["hold", "is_held", "read_plain"]
 
 _held: dict[str, int] = {}
 """The descriptor of the file that is held last, by its kind."""
@@ -17,7 +22,7 @@ _held: dict[str, int] = {}
 def hold(path: Path, kind: str) -> None:
     """Locks a file until this process ends or holds another file of this kind. Does nothing where files can't be locked."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_plain(path)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if (before := _held.pop(kind, None)) is not None:
             os.close(before)
@@ -27,7 +32,7 @@ def hold(path: Path, kind: str) -> None:
 def is_held(path: Path) -> bool:
     """Whether a living process holds the file."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_plain(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -35,6 +40,24 @@ def is_held(path: Path) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file. Raises OSError, also for what is no plain file or is larger than any message."""
+    descriptor = _open_plain(path)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(MAX_CONTROL_BYTES + 1)
+    if len(content) > MAX_CONTROL_BYTES:
+        raise OSError(f"{path} has more than {MAX_CONTROL_BYTES} bytes")
+    return content
+
+
+def _open_plain(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO's opening would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no plain file")
+    return descriptor
 
 
 def _let_go() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from inference_plugin.net.addresses import replace_file, runtime_dir
+from inference_plugin.net.held import read_plain
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
@@ -51,7 +52,7 @@ def save_record(replica: str, record: ReplicaRecord) -> None:
 def record_of(card: ReplicaCard) -> ReplicaRecord:
     """What the replica of `card` has counted; an empty record where there is none, or one that can't be read."""
     try:
-        return decode_as((runtime_dir(card.job) / f"{card.replica}.counts").read_bytes(), ReplicaRecord)
+        return decode_as(read_plain(runtime_dir(card.job) / f"{card.replica}.counts"), ReplicaRecord)
     except (OSError, ProtocolError):
         return ReplicaRecord()
 
@@ -80,7 +81,7 @@ def last_reports(job: str | None) -> list[tuple[UpdateReport, float]]:
 def _report(path: Path) -> UpdateReport | None:
     """None where there is none, or one that can't be read: cut off by a crash of the host, or of another version."""
     try:
-        return decode_as(path.read_bytes(), UpdateReport)
+        return decode_as(read_plain(path), UpdateReport)
     except FileNotFoundError:
         return None
     except (OSError, ProtocolError) as error:

@@ -18,6 +18,7 @@ import pytest
 from inference_plugin.net import addresses
 from inference_plugin.net.listening import make_private
 from inference_plugin.net.processes import has_ended, start_ticks
+from inference_plugin.net.records import last_reports, record_of
 from inference_plugin.wire.errors import AuthError, ConfigError
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support.rig import fork, kill
@@ -221,6 +222,19 @@ def test_a_card_that_cannot_be_read_is_left_out_with_one_warning(
     assert addresses.discover() == [] and addresses.discover() == []
     (warning,) = caplog.messages
     assert "bad.card" in warning and "not a ReplicaCard" in warning
+
+
+def test_nobody_waits_for_what_is_no_plain_file_in_the_runtime_directory(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica, dead = addresses.new_replica_id("vllm"), "vllm-4000000-1-ab"
+    for name in (f"{replica}.card", f"{replica}.problem", f"{replica}.starting", "policy.report", f"{dead}.tmp"):
+        os.mkfifo(addresses.runtime_dir() / name)
+    os.mkfifo(addresses.runtime_dir() / f"{replica}.counts")
+    (addresses.runtime_dir() / f"{dead}.counts").mkdir()
+    assert (addresses.discover(), addresses.problems(), addresses.starting(), last_reports(None)) == ([], [], [], [])
+    assert record_of(card(replica)).groups == {} and addresses.elsewhere() == [] and addresses.other_jobs("other") == []
+    assert [("no plain file" in text) for text in caplog.messages] == [True, True]
 
 
 def test_a_zombie_is_not_alive() -> None:
