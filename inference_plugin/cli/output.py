@@ -23,8 +23,8 @@ PIPE_COLUMNS = 1000
 
 
 def line(text: str, *, colour: str | None = None) -> None:
-    """One line, however long. The colour is left out where stdout is no terminal."""
-    click.secho(text, fg=colour)
+    """One line, however long. The colour is left out where stdout is no terminal, and where `NO_COLOR` is set (no-color.org)."""
+    click.echo(text if colour is None or os.environ.get("NO_COLOR") else click.style(text, fg=colour))
 
 
 def problem(text: str, indent: str = "") -> None:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from inference_plugin.engines.patch_points import judge
+from inference_plugin.engines.patch_points import EngineTable, judge
 from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.source_places import Release, wrong_in
 from inference_plugin.engines.vllm.patch_points import VLLM
@@ -46,12 +46,7 @@ class CheckedRelease(msgspec.Struct, frozen=True):
 
 def check_release(release: Release) -> CheckedRelease:
     """Compares a release with its engine's table. Raises `EngineUnsupported` if no table is for this distribution."""
-    table = next((table for table in TABLES if release.distribution in table.distributions), None)
-    if table is None:
-        names = ", ".join(name for table in TABLES for name in table.distributions)
-        raise EngineUnsupported(
-            f"{release.distribution} is no engine that this plug-in knows", hint=f"engines with a table: {names}"
-        )
+    table = _table_for(release.distribution)
     missing, lacks = judge(table, release.version, partial(wrong_in, release))
     return CheckedRelease(
         table.engine,
@@ -62,6 +57,16 @@ def check_release(release: Release) -> CheckedRelease:
         lacks,
         release.version in table.run,
     )
+
+
+def _table_for(distribution: str) -> EngineTable:
+    table = next((table for table in TABLES if distribution in table.distributions), None)
+    if table is None:
+        names = ", ".join(name for table in TABLES for name in table.distributions)
+        raise EngineUnsupported(
+            f"{distribution} is no engine that this plug-in knows", hint=f"engines with a table: {names}"
+        )
+    return table
 
 
 # --- where a release comes from ---------------------------------------------------------------------------------------------
@@ -97,7 +102,8 @@ def _download(requirement: str, directory: Path) -> Path:
         raise ConfigError(f"pip did not download {requirement} within {DOWNLOAD_TIMEOUT_S:g} s") from error
     found = sorted(directory.glob("*.whl"))
     if ran.returncode or not found:
-        last = (ran.stderr.strip().splitlines() or ["it left no wheel"])[-1]
+        said = ran.stderr.strip().splitlines() or ["it left no wheel"]
+        last = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1])
         raise ConfigError(
             f"pip could not download {requirement}: {last}",
             hint="the wheel must be for this Python and platform; a wheel that you have can be named by its path",
@@ -109,6 +115,7 @@ def checked_by_name(what: str) -> CheckedRelease:
     """Compares what a user names: the path of a wheel, or `name==version`. Raises `ConfigError` or `EngineUnsupported`."""
     path = Path(what)
     if "==" in what and not path.exists():
+        _table_for(what.partition("==")[0].partition("[")[0].strip())  # before anything is downloaded
         with tempfile.TemporaryDirectory(prefix="weightwire-") as scratch:
             return check_release(opened(_download(what, Path(scratch))))
     return check_release(opened(path))

@@ -448,6 +448,16 @@ def test_doctor_tells_of_a_key_addresses_and_a_card_that_nobody_can_use(director
     assert code == 1 and "can be reached from outside this host without authentication" in doctor["problems"][-1]
 
 
+@pytest.mark.parametrize("no_colour", ["", "1"])
+def test_colours_are_for_terminals_that_want_them(directory: Path, no_colour: str) -> None:
+    reader, terminal = os.openpty()
+    weightwire(["doctor"], {"NO_COLOR": no_colour, "TERM": "xterm"}, into=Path(os.ttyname(terminal)))
+    printed = os.read(reader, 1 << 16)
+    os.close(terminal)
+    os.close(reader)
+    assert b"\r\n" in printed and (b"\x1b[" in printed) == (not no_colour)
+
+
 def test_doctor_tells_of_a_runtime_directory_too_long_for_sockets(directory: Path) -> None:
     code, doctor = run("doctor", WEIGHTWIRE_RUNTIME_DIR=str(directory / ("long" * 25)))
     (problem,) = doctor["problems"]

@@ -146,6 +146,10 @@ def test_a_version_that_pip_cannot_find_is_a_typed_error_with_pip_s_words(
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=r"vllm==99\.0.*No matching distribution"):
         checked_by_name("vllm==99.0")
+    with pytest.raises(ConfigError, match="vllm==abc: ERROR: Invalid requirement"):
+        checked_by_name("vllm==abc")  # after its error pip draws the place of the mistake
+    with pytest.raises(EngineUnsupported, match="torch is no engine that this plug-in knows"):  # nothing is downloaded
+        checked_by_name("torch==2.13.0")
     wheel(tmp_path, ENGINE, version="0.99.0")
     assert checked_by_name("vllm==0.99.0").version == "0.99.0"
 
