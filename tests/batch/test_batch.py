@@ -12,6 +12,7 @@ import torch
 from inference_plugin.wire.errors import BatchError, NotFetched, UnknownKey
 from tests.batch.memory_owner import MemoryOwner
 from trainer_adapters.batch.batch import BatchStatus, DistributedBatch
+from trainer_adapters.batch.merging import merge
 from trainer_adapters.batch.records import Owner, VersionSpan
 
 
@@ -115,7 +116,7 @@ def test_unknown_and_impossible_keys_are_refused() -> None:
             batch[key] = torch.zeros(2)  # type: ignore[index]
         with pytest.raises(BatchError, match="key"):
             batch[key]  # type: ignore[index]
-    with pytest.raises(BatchError, match=r"select\(\['xy'\]\)"):
+    with pytest.raises(BatchError, match="keys='xy' is a str -- give a list"):
         batch.select("xy")
     assert 3 not in batch and "x" in batch and list(batch) == ["x"]
 
@@ -243,6 +244,14 @@ def test_what_is_no_batch_is_refused() -> None:
             DistributedBatch.concat([batch, wrong])  # type: ignore[list-item]
     with pytest.raises(BatchError, match="rows by key, not of a list"):
         DistributedBatch([1])  # type: ignore[arg-type]
+    for nothing in (5, None, "x"):
+        for takes_a_list in (DistributedBatch.concat, batch.select, merge):
+            with pytest.raises(BatchError, match=f"is a {type(nothing).__name__} -- give a list"):
+                takes_a_list(nothing)  # type: ignore[operator]
+        with pytest.raises(BatchError, match=f"data is a {type(nothing).__name__} -- give the bytes"):
+            DistributedBatch.from_bytes(nothing)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"tags=\[1\] are a list"):
+        DistributedBatch({"x": [1]}, tags=[1])  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="column of key 'x' can't stand under key 'y'"):
         DistributedBatch({"y": batch.columns()["x"]})
 

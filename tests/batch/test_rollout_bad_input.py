@@ -17,6 +17,7 @@ import zmq
 from inference_plugin.net.channel import Channel
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import (
+    ArgumentError,
     AuthError,
     BatchError,
     ConfigError,
@@ -245,9 +246,10 @@ def test_what_a_user_may_not_submit_is_refused_at_once_and_names_its_place(pool:
     for payload, match in bad:
         with pytest.raises(BatchError, match=match):
             pool.submit("a", payload)
-    for task_id in ("", "x" * 513, "\ud800"):
-        with pytest.raises(BatchError):
-            pool.submit(task_id, {})
+    for task_id in ("", "x" * 513, "\ud800", [1]):
+        for call in (lambda: pool.submit(task_id, {}), lambda: pool.cancel(task_id)):  # noqa: B023
+            with pytest.raises(BatchError):
+                call()
     for deadline_s in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="deadline_s"):
             pool.submit("a", {}, deadline_s=deadline_s)
@@ -255,6 +257,8 @@ def test_what_a_user_may_not_submit_is_refused_at_once_and_names_its_place(pool:
     future = pool.submit("a", b"x" * (MAX_TASK_BYTES - 100))  # one that is just allowed
     with pytest.raises(BatchError, match="'a' is pending already"):
         pool.submit("a", {})
+    with pytest.raises(ArgumentError, match="callback=5 is a int"):
+        future.add_done_callback(5)  # type: ignore[arg-type]
     assert future.cancel()
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire.errors import AuthError, BatchError, FetchFailed, ProtocolError, StoreFull
+from inference_plugin.wire.errors import AuthError, BatchError, ConfigError, FetchFailed, ProtocolError, StoreFull
 from tests.batch.interrupts import interrupted
 from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners, segment_descriptors
 from tests.batch.store_promises import SMALL, StorePromises
@@ -78,6 +78,23 @@ def test_a_shard_that_is_replaced_lives_on_for_its_readers(store: Store) -> None
     assert not have[first.shard].tensor.any() and fetched([second], store.owner)[second.shard].tensor.all()
     have.clear()
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the lease")
+
+
+def test_what_a_store_does_not_take_is_said_at_the_call(store: Store) -> None:
+    wrong: Any = [1]
+    with pytest.raises(BatchError, match=r"the task id \[1\] is a list, not a text"):
+        store.put(wrong, {"a": [1]})
+    with pytest.raises(BatchError, match=r"shard=5 is a int -- give a ShardId"):
+        store.get(5)  # type: ignore[arg-type]
+    for ids in (5, None, [wrong]):
+        with pytest.raises(BatchError, match="need a list of task ids"):
+            store.held(ids)  # type: ignore[arg-type]
+    for shape in (None, 1.5, [1.5], torch.zeros(2)):
+        with pytest.raises(ConfigError, match="give a whole number"):
+            store.empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+    assert store.empty(3, dtype=torch.float32).shape == (3,)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="budget_bytes=tensor"):
+        Store(budget_bytes=torch.zeros(2))  # type: ignore[arg-type]
 
 
 def test_a_closed_store_says_so_when_it_is_asked_for_a_shard(store: Store) -> None:

@@ -245,6 +245,7 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
     ),
     "an event": (lambda m: m.on(["staged"], print), r"\['staged'\] is none of staged, committed"),
     "pairs of ties": (lambda _: ExportAdapter(dict, tied=["a"]), r"tied=\['a'\] is no mapping"),  # type: ignore[arg-type]
+    "names as metadata": (lambda _: ExportAdapter(dict, metadata=["a"]), r"metadata=\['a'\] is a list"),  # type: ignore[arg-type]
     "an export of nothing": (lambda _: ExportAdapter(lambda: None), "the export returned a NoneType"),  # type: ignore[arg-type,return-value]
     "an array as a dtype": (lambda m: m.update(source(1), 1, dtype=np.ones(2)), r"dtype=array.* is a ndarray"),
     "an array as a choice": (lambda _: SyncManager(in_flight=np.ones(2)), "in_flight=array.* is none of"),  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from trainer_adapters.batch.balance import bounds, check_parts, partition, token
 from trainer_adapters.batch.boundary import TIMEOUT_S, client
 from trainer_adapters.batch.columns import Column
 from trainer_adapters.batch.fetching import arrived, missing, refuse_in_event_loop
-from trainer_adapters.batch.limits import checked_seconds
+from trainer_adapters.batch.limits import checked_list, checked_seconds
 from trainer_adapters.batch.metadata import BatchMetadata
 from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import ClearReport, Entry, Kind, Owner, ShardId, Tags, listed_tasks
@@ -62,6 +62,8 @@ class DistributedBatch(BatchMetadata):
             if self._columns[key].key != key:
                 raise BatchError(f"the column of key {self._columns[key].key!r} can't stand under key {key!r}")
         self._owners = owners_by_id(owners)
+        if not isinstance(tags, Mapping | None):
+            raise BatchError(f"tags={tags!r:.300} are a {type(tags).__name__}", hint="give a dict of tags by task id")
         self._tags = dict(tags or {})
         self._have: dict[Entry, LocalPart] = {}
         """Parts that arrived in a fetch that failed; the next fetch does not ask for them again."""
@@ -209,7 +211,7 @@ class DistributedBatch(BatchMetadata):
     def concat(batches: Sequence[DistributedBatch], pad_value: padding.PadValue | None = None) -> DistributedBatch:
         """The rows of all batches, in order. Rows of different length make a key ragged; with `pad_value` ragged keys are
         padded (see `padded`). Raises `BatchError` for no batches, other keys, rows that don't fit, or LOCAL beside REMOTE."""
-        batches = list(batches)
+        batches = checked_list("batches", batches, "batches")
         if not batches:
             raise BatchError("concat of no batches", hint="give at least one; DistributedBatch() has no keys")
         first = batches[0]
@@ -232,9 +234,7 @@ class DistributedBatch(BatchMetadata):
 
     def select(self, keys: Iterable[str]) -> DistributedBatch:
         """The given keys of all rows. Raises `UnknownKey`."""
-        if isinstance(keys, str):
-            raise BatchError(f"select takes a list of keys, not the text {keys!r}", hint=f"use select([{keys!r}])")
-        return self._like({key: self._column(key) for key in keys})
+        return self._like({key: self._column(key) for key in checked_list("keys", keys, "keys")})
 
     def union(self, other: DistributedBatch) -> DistributedBatch:
         """A new batch with the keys of both. Raises `BatchError` for keys that both have, for different numbers of rows, for
@@ -332,7 +332,10 @@ class DistributedBatch(BatchMetadata):
 
     @staticmethod
     def from_bytes(data: bytes) -> DistributedBatch:
-        """The batch that `to_bytes` wrote. Raises `ProtocolError` for any other bytes."""
+        """The batch that `to_bytes` wrote. Raises `ProtocolError` for any other bytes, `BatchError` for what is none."""
+        given: object = data
+        if not isinstance(given, bytes | bytearray | memoryview):
+            raise BatchError(f"data is a {type(given).__name__}", hint="give the bytes that to_bytes() returned")
         columns, owners, tags = packing.unpack(data)
         try:
             return DistributedBatch(columns, owners=owners, tags=tags)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import os
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
 
 from inference_plugin.wire.errors import BatchError, ConfigError, StoreFull
 from trainer_adapters.batch.records import Owner
 
-__all__ = ["asker", "check_budget", "check_process", "checked_count", "checked_seconds"]
+__all__ = ["asker", "check_budget", "check_process", "checked_count", "checked_list", "checked_seconds"]
+
+Item = TypeVar("Item")
 
 LONGEST_S = 365 * 86_400.0
 """Longest time limit, in seconds: every wait ends."""
@@ -29,9 +33,19 @@ def checked_seconds(name: str, value: Any, *, above_zero: bool = False) -> float
 
 def checked_count(name: str, value: Any, least: int) -> int:
     """`value` as a whole number of at least `least`. Raises `ConfigError`."""
-    if hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= least:
-        return int(value)
+    with contextlib.suppress(TypeError):  # also of a tensor of several elements
+        if not isinstance(value, bool) and (count := operator.index(value)) >= least:
+            return count
     raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more", hint="see the method's description")
+
+
+def checked_list(name: str, values: Iterable[Item], of: str) -> list[Item]:
+    """`values` as a list. Raises `BatchError` for one text, whose characters would each be taken for an item, and for what has
+    no items."""
+    given: object = values
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise BatchError(f"{name}={given!r:.300} is a {type(given).__name__}", hint=f"give a list of {of}")
+    return list(values)
 
 
 def asker(tasks: Collection[str]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from inference_plugin.wire.errors import BatchError
 from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.limits import checked_list
 
 __all__ = ["merge"]
 
@@ -22,7 +23,7 @@ def merge(results: Sequence[Any]) -> Any:
 
     Raises `BatchError` where workers returned different things.
     """
-    return _merged(list(results), "the results")
+    return _merged(checked_list("results", results, "what each worker returned"), "the results")
 
 
 def _merged(results: list[Any], where: str) -> Any:

@@ -97,6 +97,14 @@ class ShardId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False
     def __str__(self) -> str:
         return f"{self.task_id!r}:{self.key!r}"
 
+    @staticmethod
+    def checked(given: object) -> ShardId:
+        """What a user gave as a shard. Raises `BatchError` for anything else."""
+        if not isinstance(given, ShardId):
+            hint = "give a ShardId, such as an entry's `shard`"
+            raise BatchError(f"shard={given!r:.300} is a {type(given).__name__}", hint=hint)
+        return given
+
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Weight versions that rows were generated with: the first and the last, both included."""

@@ -92,7 +92,8 @@ class Store(Closing):
         and its shard is cleared. Waits and raises as `put`. A process that is forked from this one must not touch it.
         """
         check_process(self.owner, self.owner.pid)
-        sizes = [checked_count("shape", size, 0) for size in shape]
+        given: Any = shape
+        sizes = [checked_count("shape", size, 0) for size in (given if isinstance(given, Iterable) else [given])]
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
             return torch.empty(sizes, dtype=dtype, device="cpu")
@@ -122,7 +123,7 @@ class Store(Closing):
         is stored or nothing. While the budget has no room, the call waits up to `timeout_s`, in the order of the calls; then it
         raises `StoreFull`. Raises `BatchError` for values that are not rows, `ConfigError` for a `timeout_s` that is no time.
         """
-        return self.put_tasks({task_id: data}, versions, timeout_s)
+        return self.put_tasks({ShardId(task_id, "-").task_id: data}, versions, timeout_s)
 
     def put_tasks(
         self, tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None = None, timeout_s: float = 0.0
@@ -178,11 +179,11 @@ class Store(Closing):
         return entries
 
     def get(self, shard: ShardId) -> LocalPart:
-        """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
+        """The rows of a shard, copied. Raises `ProtocolError` for one that the store doesn't hold."""
         check_process(self.owner, self.owner.pid)
         with self._lock:
             self._check_open()
-            held = self._tasks.get(shard.task_id, {}).get(shard.key)
+            held = self._tasks.get(ShardId.checked(shard).task_id, {}).get(shard.key)
             if held is None:
                 why = "was cleared" if shard.task_id in self._cleared else "is unknown"
                 raise ProtocolError(f"shard {shard} {why} at {self.owner.id}")
@@ -202,7 +203,7 @@ class Store(Closing):
     def held(self, task_ids: Iterable[str]) -> set[str]:
         """Those of `task_ids` of which it holds rows."""
         with self._lock:
-            return self._tasks.keys() & task_ids
+            return self._tasks.keys() & listed_tasks(task_ids)
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""

@@ -107,6 +107,10 @@ class ExportAdapter(ExchangedSource):
                 f"a {type(given).__name__} is no function that returns (name, tensor) pairs",
                 hint="such as model.named_parameters, without the brackets; `update(model)` takes the model itself",
             )
+        told: object = metadata
+        if told is not None and not callable(told):
+            hint = "a function that returns (name, TensorMetadata) pairs"
+            raise ArgumentError(f"metadata={told!r:.300} is a {type(told).__name__}", hint=hint)
         if not isinstance(tied, Mapping | None):
             raise ArgumentError(f"tied={tied!r} is no mapping", hint='such as tied={"lm_head.weight": "embed.weight"}')
         self._export: Callable[[], Pairs] = lambda: _WithoutGradients(export)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import ArgumentError, WeightwireError
 
 if TYPE_CHECKING:
     from trainer_adapters.batch.rollouts.machine_io import Rollout
@@ -89,6 +89,11 @@ class RolloutFuture(Future["Rollout"]):
         return self._cancel_task(self) or self.cancelled()
 
     def add_done_callback(self, fn: Callable[[Future[Rollout]], object]) -> None:
+        given: object = fn
+        if not callable(given):
+            raise ArgumentError(
+                f"callback={given!r:.300} is a {type(given).__name__}", hint="a callback takes a future"
+            )
         super().add_done_callback(lambda future: self._callbacks.call(fn, future))
 
     def on_end(self, quick: Callable[[Future[Rollout]], object]) -> None:

@@ -180,7 +180,7 @@ class RolloutPool(Closing, Service):
 
     def cancel(self, task_id: str) -> bool:
         """Cancels a task that has not ended, at its worker too; returns whether there was such a task."""
-        return any(isinstance(action, Finish) for action in self._on(CancelAsked(task_id)))
+        return any(isinstance(action, Finish) for action in self._on(CancelAsked(ShardId(task_id, "-").task_id)))
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Has the rows of tasks cleared by their workers, in whatever state they are; those that run are cancelled.
