@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from inference_plugin.transports import shm
 from inference_plugin.wire import codec
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import PeerLost, SyncTimeout
+from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout
 from inference_plugin.wire.messages import PROTOCOL_VERSION, Body, Failed, Ready, Wrote
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
@@ -418,7 +418,9 @@ def test_slices_that_another_rank_never_comes_to_end_the_update_by_its_deadline(
         with pytest.raises(SyncTimeout, match="did not make the next slice together") as raised:
             manager.update(stuck, 2)
         assert raised.value.phase == "stage" and raised.value.side == "trainer"
-        with pytest.raises(SyncTimeout, match="an earlier operation's slices are still being made"):
+        with pytest.raises(
+            ProtocolError, match=r"trainer ranks \[0\] are still in the export of an update that failed"
+        ):
             manager.update(Together(2), 2)
         assert holds(rig, 1)
         manager.settings.timeout_s = 60

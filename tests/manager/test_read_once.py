@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests.manager.conftest import Start
 from tests.manager.test_manager import holds
 from tests.support.plain_engine import checkpoint
 from tests.support.rig import eventually, fork
-from trainer_adapters import SyncManager
+from trainer_adapters import ExportAdapter, SyncManager
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 
 
@@ -78,28 +80,33 @@ def test_a_tied_weight_that_a_generator_yields_under_both_names_is_checked_and_t
         assert holds(rig, 4)
 
 
-def gathering_rank(rank: int, directory: str) -> None:
-    """One of two ranks that gather each tensor; rank 0's generator of version 2 fails while the other rank gathers."""
+def gathering_rank(rank: int, directory: str, fails_at: int, generators: bool) -> None:
+    """One of two ranks that gather each tensor; rank 0's generator of version `fails_at` fails while the other rank gathers.
+    `generators`: they are given one by one; else the update asks an export for them."""
     torch.set_num_threads(1)
     out = Path(directory)
     dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), 2), rank=rank, world_size=2)
-    group = dist.new_group([0, 1])
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
 
     def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for position, (name, weight) in enumerate(checkpoint(version).items()):
-            if version == 2 and rank == 0 and position == 2:
+            if version == fails_at and rank == 0 and position == 2:
                 raise RuntimeError("of the test")
             parts = [torch.empty_like(half) for half in weight.chunk(2)]
             dist.all_gather(parts, weight.chunk(2)[rank].contiguous(), group=group)
             yield name, torch.cat(parts)
 
     manager = SyncManager(timeout_s=1.5)
-    updates = GeneratorUpdates(manager, None)
+    updates, export = GeneratorUpdates(manager, None), None
     for version in (1, 2, 3):
         try:
-            updates.update(gathered(version), version)
+            if generators:
+                updates.update(gathered(version), version)
+            else:
+                export = export or ExportAdapter(lambda: gathered(version), process_group=group)  # noqa: B023
+                manager.update(export, version)
             seen = "served"
-        except WeightwireError as error:
+        except (WeightwireError, RuntimeError) as error:
             seen = str(error)
         note = out / f"rank{rank}.{version}"
         note.with_suffix(".new").write_text(json.dumps(seen))
@@ -108,24 +115,41 @@ def gathering_rank(rank: int, directory: str) -> None:
     os._exit(0)
 
 
-def test_no_update_begins_while_a_rank_still_gathers_for_one_that_failed(start: Start, directory: Path) -> None:
-    """Their collectives would meet: tensors of both updates in one, or a process that gloo aborts."""
-    rig = start()
+def start_gathering(directory: Path, **how: object) -> Callable[[int, int], str]:
+    """Returns what says what became of an update on a rank."""
     out = directory / "ranks"
     out.mkdir()
     for rank in (0, 1):
         environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
-        fork("tests.manager.test_read_once:gathering_rank", environment, rank=rank, directory=str(out))
+        fork("tests.manager.test_read_once:gathering_rank", environment, rank=rank, directory=str(out), **how)
 
     def seen(version: int, rank: int) -> str:
         path = out / f"version{version}.rank{rank}"
         told: str = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
         return told
 
+    return seen
+
+
+@pytest.mark.parametrize("generators", [False, True], ids=["export", "generators"])
+def test_no_update_begins_while_a_rank_still_gathers_for_one_that_failed(
+    start: Start, directory: Path, generators: bool
+) -> None:
+    """Their collectives would meet: tensors of both updates in one, or a process that gloo aborts."""
+    rig = start()
+    seen = start_gathering(directory, fails_at=2, generators=generators)
     assert [seen(1, rank) for rank in (0, 1)] == ["served"] * 2
     assert "of the test" in seen(2, 0) and seen(2, 1) != "served"
-    assert all("ranks [1] are still in the generator" in seen(3, rank) for rank in (0, 1))
+    assert all("ranks [1] are still in the export" in seen(3, rank) for rank in (0, 1))
     assert holds(rig, 1)
+
+
+def test_a_rank_whose_first_export_fails_says_so_while_another_still_gathers(start: Start, directory: Path) -> None:
+    """It joins no collective of ours: that would meet the one in which the other rank waits."""
+    start()
+    began_s = time.monotonic()
+    assert "of the test" in start_gathering(directory, fails_at=1, generators=False)(1, 0)
+    assert time.monotonic() - began_s < 30, "it does not wait for the other rank's time limit"
 
 
 def lone_rank(rank: int, directory: str) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, ProtocolError
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from inference_plugin.wire.reports import UpdateReport
 from inference_plugin.wire.tensors import bytes_view
 from trainer_adapters.manager import SyncManager
-from trainer_adapters.sources.exchange import meet
 from trainer_adapters.sources.export import ExportAdapter
 
 __all__ = ["GeneratorUpdates"]
@@ -32,7 +31,6 @@ class GeneratorUpdates:
         self._dtype = dtype
         self._once = ReadOnce(is_sender=manager.rank == 0)
         self._source: ExportAdapter | None = None
-        self._failed: ReadOnce | None = None
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> UpdateReport:
         """As `SyncManager.update`; collective like it. A failed update's names and shapes are forgotten, on all ranks as the
@@ -56,32 +54,14 @@ class GeneratorUpdates:
                 except ManifestMismatch:
                     raise refusal from None
         except BaseException:
-            self._failed = self._failed or self._once
             self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
             raise
         finally:
             self._once.forget()
 
     def _first(self, version: int | None) -> UpdateReport:
-        self._check_ended()
         self._source = OnceAdapter(self._once, self._dtype, self._process_group)
         return self._manager.update(self._source, version)
-
-    def _check_ended(self) -> None:
-        group = self._process_group
-        if self._failed is None or not (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        ):
-            return
-        told = meet(bytes([self._failed.runs]), group, timeout_s=self._manager.settings.timeout_s, making="update")
-        if late := [rank for rank, runs in enumerate(told) if any(runs)]:
-            raise ProtocolError(
-                f"trainer ranks {late} are still in the generator of an update that failed",
-                hint="a rank whose generator failed left them in a collective; start the trainer's ranks anew, or wait for the "
-                "time limit of their process group",
-                side="trainer",
-            )
-        self._failed = None
 
 
 class OnceAdapter(ExportAdapter):
@@ -104,8 +84,7 @@ class ReadOnce:
     them: then the sender, rank 0, keeps what it reads (the whole model) in host memory until the update is over. Else it passes
     tensors on directly. The other ranks run theirs only for its collectives, and send nothing.
 
-    `reads`: how often the update reads its export. The first export is read once more before, for its names. `runs`: whether
-    the generator is being read.
+    `reads`: how often the update reads its export. The first export is read once more before, for its names.
     """
 
     def __init__(self, *, is_sender: bool) -> None:
@@ -115,7 +94,6 @@ class ReadOnce:
         self._copied = ""
         self._copies: frozenset[str] = frozenset()
         self.reads = 2
-        self.runs = False
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What the next update reads. Raises `ArgumentError` for what cannot be read."""
@@ -151,18 +129,14 @@ class ReadOnce:
         if given is None:
             yield from self._without_copies(self._kept or ())
             return
-        self.runs = True
-        try:
-            if not self._is_sender:
-                for _ in given:
-                    pass
-            elif self.reads == 1:
-                yield from self._without_copies(given)
-            else:
-                self._kept = [copied(pair) for pair in given]
-                yield from self._without_copies(self._kept)
-        finally:
-            self.runs = False
+        if not self._is_sender:
+            for _ in given:
+                pass
+        elif self.reads == 1:
+            yield from self._without_copies(given)
+        else:
+            self._kept = [copied(pair) for pair in given]
+            yield from self._without_copies(self._kept)
 
     def _without_copies(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises `ManifestMismatch` for a copy that is none any more: the engine would compute with the other tensor."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -14,8 +16,9 @@ import torch.distributed as dist
 
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ConfigError, ErrorInfo, PeerLost, SyncTimeout, WeightwireError
+from trainer_adapters.sources.left_behind import any_left, still_made_on
 
-__all__ = ["exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet", "meet_for_collectives"]
+__all__ = ["Collectives", "exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,12 @@ WARN_AFTER_S = 10.0
 
 ANSWER_S = 1.0
 """The other ranks wait this many seconds longer than rank 0, which tells them which ranks are missing."""
+
+
+FAILED_S = 2.0
+"""How long a rank's failure is not told, so that ranks that fail together tell the same error."""
+
+GIVEN_UP = 1 << 32
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -74,13 +83,62 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float, maki
     return list(met.records)
 
 
-def meet_for_collectives(group: dist.ProcessGroup | None, *, making: str) -> None:
-    """`meet` before collectives, for as long as the group would wait in them: a collective that a rank never joins ends with the
-    backend's error, and the group is of no use from then on."""
-    whole = group or dist.distributed_c10d._get_default_group()
-    backend: Any = whole._get_backend(exchange_device(group))
-    limit = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
-    meet(b"", group, timeout_s=limit.total_seconds(), making=making)
+class Collectives:
+    """What the ranks of a group do together now, and may use collectives in. Made on every rank.
+
+    A collective that a rank never joins ends with the backend's error after the group's time limit, and the group is of no use
+    from then on. So the ranks `meet` before, for as long as they would wait in a collective. Raises as `meet` does, and
+    `ProtocolError` if a rank still makes slices of an update that failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, making: str) -> None:
+        whole = group or dist.distributed_c10d._get_default_group()
+        backend: Any = whole._get_backend(exchange_device(group))
+        limit = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
+        self._limit_s = limit.total_seconds()
+        mine = bytes([any_left()]) + secrets.token_bytes(8)
+        met = meet(mine, group, timeout_s=self._limit_s, making=making)
+        if late := [rank for rank, told in enumerate(met) if told[0]]:
+            raise still_made_on(late)
+        self._store: Any = dist.distributed_c10d._get_process_group_store(whole)
+        self._size = len(met)
+        self._name = f"{PREFIX}/{met[0][1:].hex()}"
+
+    def end(self, error: ErrorInfo | None) -> None:
+        """This rank uses none from now on, because it has finished or has failed. Returns once all ranks have: collectives of
+        another kind may follow. Raises the error of a rank that failed if some other rank, which may wait for it in a collective,
+        has not come `FAILED_S` later; `SyncTimeout` after the group's time limit."""
+        out, everyone, failed = (f"{self._name}/{what}" for what in ("out", "everyone", "failed"))
+        deadline_s = time.monotonic() + self._limit_s
+        until_s = math.inf
+        if error is not None:
+            self._store.set(failed, msgspec.msgpack.encode(error))
+        if self._store.add(out, 1) == self._size:
+            self._store.set(everyone, b"")
+        while not _is_set(self._store, everyone):
+            now_s = time.monotonic()
+            if until_s == math.inf and self._store.check([failed]):
+                until_s = now_s + FAILED_S
+            # Who gives up makes the count one that the last rank does not take for everyone.
+            if now_s >= until_s and self._store.add(out, GIVEN_UP) - GIVEN_UP != self._size:
+                raise WeightwireError.of(decode_as(self._store.get(failed), ErrorInfo))
+            if now_s >= deadline_s:
+                raise SyncTimeout(
+                    f"a trainer rank has not finished within {self._limit_s:g} s what the ranks make together",
+                    hint="it failed or hangs: its own log says why",
+                    side="trainer",
+                )
+
+
+def _is_set(store: Any, key: str) -> bool:
+    """Waits for a key, a second at most. Raises `PeerLost` if the store is gone."""
+    try:
+        store.wait([key], timedelta(seconds=1))
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower() and "timed out" not in str(error).lower():
+            raise PeerLost(f"the store of torch.distributed is gone: {error}", side="trainer") from error
+        return False
+    return True
 
 
 def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: float, making: str) -> list[bytes]:

@@ -83,7 +83,7 @@ class ExportAdapter(ExchangedSource):
     Collective over `process_group` (default: all of torch.distributed), and so is every run of the export, in the
     manager's thread: while an `update_async` runs, no other thread may use the export's process groups. An export that fails
     on one rank leaves the others in its collectives: their update ends at its deadline, the export by the timeout of its
-    process groups, and until then another update with such a source is refused.
+    process groups, and until then another update with such a source, or another adapter, is refused.
 
     Raises `ManifestMismatch`, on all ranks and naming the rank that caused it, for names that occur twice, tensors that
     can't be sent, and ranks that yield the same name with another shape or dtype. `slices()` raises it during the iteration if

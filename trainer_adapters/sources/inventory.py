@@ -23,7 +23,7 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.sources.exchange import exchange_bytes, meet_for_collectives
+from trainer_adapters.sources.exchange import Collectives, exchange_bytes
 from trainer_adapters.sources.selection import DtypeRules, NameFilter
 from trainer_adapters.sources.sharing import share_boxes, some_of
 
@@ -114,11 +114,12 @@ def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) ->
     """The inventory that `look` returns on each rank, in order of rank. Collective over `group`: raises `SyncTimeout`, which
     names the missing ranks, where some never call it.
 
-    Raises the first failing rank's error on all ranks, so that no rank waits for one whose `look` failed. On its own rank, an
-    error that is no `WeightwireError` is raised unchanged.
+    Raises the first failing rank's error on all ranks, so that no rank waits for one whose `look` failed; but a rank that stands
+    in a collective of its own `look` waits for the group's time limit. On its own rank, an error that is no `WeightwireError` is
+    raised unchanged.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        meet_for_collectives(group, making="adapter")
+    are_several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    together = Collectives(group, making="adapter") if are_several else None
     own: Exception | None = None
     try:
         mine = look()
@@ -128,7 +129,11 @@ def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) ->
         told = ManifestMismatch(f"TypeError: {error}") if of_kind else WeightwireError.wrap(error)
         mine = Inventory(error=told.info())
     everybody = [mine]
-    if dist.is_available() and dist.is_initialized():
+    if together is not None:
+        try:
+            together.end(mine.error)
+        except WeightwireError as other:
+            raise (own or other) from None
         raw = exchange_bytes(msgspec.msgpack.encode(mine), group)
         everybody = [codec.decode_as(one, Inventory) for one in raw]
     if own is not None and not isinstance(own, WeightwireError):

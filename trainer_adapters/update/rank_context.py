@@ -14,6 +14,7 @@ from trainer_adapters.events import Events
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.settings import Settings
 from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.sources.left_behind import any_left, still_made_on
 from trainer_adapters.update.agreement import Claims
 from trainer_adapters.update.trainer_ranks import TrainerRanks
 from trainer_adapters.update.writer import Writer
@@ -63,10 +64,13 @@ class RankContext:
         return left_s
 
     def scan(self, source: WeightSource) -> Manifest:
-        """The source's manifest, made under this manager's settings."""
+        """The source's manifest, made under this manager's settings. Raises `ProtocolError` for slices that the ranks would make
+        together while this one, after half of the operation's time, still makes some of an update that failed."""
         source.configure(self.settings.config)
         manifest = source.manifest()
         manifest.check_not_empty()
+        if source.made_together() and any_left((time.monotonic() + self.deadline_s) / 2):
+            raise still_made_on([self.ranks.rank])
         if manifest != self._manifest:
             self._manifest, self.cover = manifest, ExactCover(manifest)
         return self._manifest  # the same object as before: it remembers how its boxes are cut

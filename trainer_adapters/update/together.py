@@ -17,6 +17,7 @@ from inference_plugin.devices import in_use, start_thread
 from inference_plugin.wire.errors import SyncTimeout
 from inference_plugin.wire.tracing import carried
 from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.left_behind import leave
 
 __all__ = ["SlicesTogether"]
 
@@ -76,9 +77,11 @@ class SlicesTogether:
         return made
 
     def close(self) -> None:
-        """Lets the source run to its end, and waits for that until the deadline. What it raises from now on is logged."""
+        """Lets the source run to its end, and waits for that until the deadline; then it is left behind. What it raises from now
+        on is logged."""
         self._stop_taking()
-        self.wait(self._deadline_s)
+        if not self.wait(self._deadline_s):
+            leave(self._thread)
 
     def wait(self, deadline_s: float) -> bool:
         """Waits until the source has ended, or the deadline. Returns whether it has ended."""
