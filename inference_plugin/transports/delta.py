@@ -247,16 +247,22 @@ class DeltaLane(Lane):
         if self._pieces and self._pieces[-1] is piece:
             self._elements = volume + (self._elements if len(self._pieces) > 1 else 0)
 
+    def holds(self, piece: Piece) -> bool:
+        """Whether the worker needs all of the piece, and so can be sent its changes the next time."""
+        return _holds(self._needs, piece.box)
+
     def takes_changes(self, piece: Piece, name: bytes) -> bool:
         """Whether the worker holds all of the piece, as these bytes."""
-        return self.target.landing == name and _holds(self._needs, piece.box)
+        return self.target.landing == name and self.holds(piece)
 
     def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
         return super()._message(msgspec.structs.replace(bucket, sizes=tuple(self._sizes)), buffer, nbytes)
 
 
 class DeltaSender(ZmqSender):
-    """Keeps a copy of what this rank sent last, in the host's memory."""
+    """Keeps a copy of what this rank sent last, in the host's memory: of pieces that some worker holds whole."""
+
+    _used: list[DeltaLane]  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +301,7 @@ class DeltaSender(ZmqSender):
         self._kept, self._name = {}, b""
 
     def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Lane], Bytes]:
-        if self.writes_once:
+        if self.writes_once or not any(lane.holds(piece) for lane in self._used):
             return lambda lane: part
         item_bytes = DTYPE_BYTES[manifest.tensors[piece.box.tensor].dtype]
         kept, changes = self._before.pop(piece.box, None), None

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.transports import delta
 from inference_plugin.transports.base import Delivery, Target
-from inference_plugin.transports.delta import TRANSPORT, DeltaReceiver, DeltaSender, changes_between, make_changes
-from inference_plugin.wire.config import Config
+from inference_plugin.transports.delta import DeltaReceiver, DeltaSender, changes_between, make_changes
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
 from inference_plugin.wire.geometry import Box, Piece
@@ -115,6 +114,8 @@ class Pair:
         self.cut = cut
         self.senders = [DeltaSender() for _ in range(ranks)]
         self.number = 0
+        self.needs: Sequence[Box] | None = None
+        """What the workers are sent; by default all."""
 
     def write(self, tensors: dict[str, torch.Tensor], *, only: Sequence[int] | None = None) -> tuple[list[Piece], int]:
         """Begins an update and writes it; returns its pieces, and the bytes that travelled. `only`: the ranks that write."""
@@ -136,7 +137,7 @@ class Pair:
                 raise error
             pieces += written
             sent += stats.sent_bytes
-            self.messages = stats.messages
+            self.messages, self.held_bytes = stats.messages, stats.held_bytes
         return pieces, sent
 
     def seal(self, worker: Worker, pieces: list[Piece]) -> None:
@@ -168,7 +169,8 @@ class Pair:
             channel.request(OpenGroup("policy", self.manifest, "delta"), GroupOpened, timeout_s=30)
             request = Begin("policy", self.txn, self.number, Sender("s"), FAR_S, self.manifest.fingerprint, names)
             begun = channel.request(request, Begun, timeout_s=30)
-        return msgspec.structs.replace(worker.target(self.manifest), landing=begun.landing)
+        target = msgspec.structs.replace(worker.target(self.manifest), landing=begun.landing)
+        return target if self.needs is None else msgspec.structs.replace(target, needs=tuple(self.needs))
 
 
 @pytest.fixture
@@ -295,18 +297,18 @@ def test_updates_with_faults_between_are_exact(directory: Path, updates: int) ->
         worker.close()
 
 
-def test_who_writes_once_keeps_no_copy(worker: Worker) -> None:
-    """As a catch-up does, of which several may run at once."""
-    tensors = {"w": any_bits(torch.bfloat16, 1 << 20)}
-    manifest, held = manifest_for(tensors), []
-    for writes_once in (False, True):
-        sender = DeltaSender()
-        sender.writes_once = writes_once
-        far_s = time.monotonic() + FAR_S
-        delivery = Delivery("t", "policy", 0, manifest, NAME, whole_slices(tensors), (), far_s)
-        held.append(sender.write(delivery)[1].held_bytes)
-        sender.close()
-    assert held == [2 << 20, 0]
+@pytest.mark.parametrize(("writes_once", "copied"), [(False, 2 << 20), (True, 0)])
+def test_copies_are_kept_of_what_a_worker_can_be_sent_the_changes_of_and_none_by_who_writes_once(
+    worker: Worker, writes_once: bool, copied: int
+) -> None:
+    """A catch-up writes once, and several may run at once. Here nobody needs the one tensor, and only a part of the other."""
+    tensors = {name: any_bits(torch.bfloat16, 1 << 10, 1 << 10) for name in ("needed", "in part", "not at all")}
+    pair = Pair([worker])
+    pair.senders[0].writes_once = writes_once
+    pair.needs = [Box(0, (0, 0), (1 << 10, 1 << 10)), Box(1, (0, 0), (1 << 10, 1 << 9))]
+    pair.write(tensors)
+    assert pair.held_bytes == pair.senders[0].config.buffers * pair.senders[0].config.bucket_bytes + copied
+    pair.close()
 
 
 # --- what doesn't belong to an update -----------------------------------------------------------------------------------------
@@ -463,12 +465,9 @@ def test_a_name_of_another_length_is_a_typed_error(worker: Worker) -> None:
 
 
 def test_a_copy_that_does_not_fit_is_refused_with_both_numbers(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_plugin.wire.host_memory.free_host_bytes", lambda: 1 << 20)
-    sender = TRANSPORT.sender()
-    sender.config = Config()
-    tensors = {"w": any_bits(torch.bfloat16, 1 << 20)}
-    manifest = manifest_for(tensors)
-    with pytest.raises(TransportUnavailable, match="64 MiB does not fit: 1 MiB are free") as raised:
-        sender.write(Delivery("t", "policy", 0, manifest, NAME, whole_slices(tensors), (), time.monotonic() + FAR_S))
+    pair = Pair([worker])
+    monkeypatch.setattr("inference_plugin.wire.host_memory.free_host_bytes", lambda: 4 << 20)
+    with pytest.raises(TransportUnavailable, match="64 MiB does not fit: 4 MiB are free") as raised:
+        pair.write({"w": any_bits(torch.bfloat16, 1 << 20)})
     assert "transport='zmq'" in raised.value.hint
-    sender.close()
+    pair.close()
