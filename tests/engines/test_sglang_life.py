@@ -68,6 +68,17 @@ def test_the_user_s_own_sleep_refuses_requests_and_waits_for_a_group_that_is_bei
             driver.tokens(PROMPTS[:1], COUNT)
         driver.call("own_wake_up")
         assert driver.tokens(PROMPTS, COUNT) == reference(pair[0])
+        driver.call("own_pause")
+        driver.call("own_sleep", level=1)
+        waiting = driver.submit(PROMPTS, COUNT)
+        driver.call("own_resume")  # nothing steps before the memory is back
+        driver.call("own_wake_up", tags=["weights"])
+        with SyncManager(timeout_s=180) as manager:
+            manager.pause()
+            manager.resume()  # neither does this let requests into a cache that is released
+        assert not any(request["tokens"] for request in driver.look(waiting))
+        driver.call("own_wake_up")
+        assert [request["tokens"] for request in driver.wait(waiting)] == reference(pair[0])
         with SyncManager(timeout_s=180) as manager:
             update = manager.update_async(source(pair[1]), 1)
             eventually(held.exists, what="the opening to begin")

@@ -3,14 +3,16 @@ models."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 __all__ = [
     "end_beams",
     "forget_old_turns",
     "note_old_sessions",
+    "queue_unlimited",
     "recall_diffusion",
     "take_back",
     "unbegun_diffusion",
@@ -86,6 +88,16 @@ def end_beams(scheduler: Any) -> None:
 def unbegun_diffusion(scheduler: Any) -> list[Any]:
     """Requests of a diffusion model that have computed nothing yet, in the queue of its own in which SGLang has put them."""
     return [request for request in scheduler.dllm_manager.waiting_queue if not request.kv.holds_kv]
+
+
+@contextlib.contextmanager
+def queue_unlimited(scheduler: Any) -> Iterator[None]:
+    """A limit of the queue holds for requests that come, not for those that ran or were held."""
+    limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+    try:
+        yield
+    finally:
+        scheduler.max_queued_requests = limit
 
 
 def recall_diffusion(scheduler: Any) -> None:

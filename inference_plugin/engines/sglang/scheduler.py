@@ -20,6 +20,7 @@ from inference_plugin.engines.sglang.in_flight import (
     end_beams,
     forget_old_turns,
     note_old_sessions,
+    queue_unlimited,
     recall_diffusion,
     take_back,
     unbegun_diffusion,
@@ -74,6 +75,7 @@ class SchedulerRank:
         """Whether we have the scheduler stand."""
         self._is_ours = False
         self._paused_by_user = False
+        self._waits_for_memory = False  # SGLang goes on as soon as it has its memory back
 
     def close(self) -> None:
         """Ends what was started here: the engine goes on without us."""
@@ -176,7 +178,7 @@ class SchedulerRank:
         self._continue()
         self.holding = False
         held, self._held = self._held, []
-        with self._queue_unlimited():
+        with queue_unlimited(self.scheduler):
             for request in held:
                 self.scheduler._add_request_to_queue(request)
 
@@ -232,14 +234,19 @@ class SchedulerRank:
         finally:
             if "weights" not in offloaded:
                 self.runtime.note_wake_up(failed)
+            if self._waits_for_memory and not (self._paused or self.model.released()):
+                self._go_on()
 
     def note_pause(self, paused: bool) -> bool:
         """SGLang's own pause, or its end, is about to begin. Returns whether it may: while we have the scheduler stand it goes on
-        standing, and the user's command takes effect as we let go."""
-        if self._is_ours:
-            return True
-        self._paused_by_user = paused
-        return paused or not self._paused
+        standing, and the user's command takes effect as we let go. Requests that wait can't be computed before released memory is
+        back."""
+        if not self._is_ours:
+            self._paused_by_user = paused
+            if not paused and self._paused:
+                return False
+        self._waits_for_memory = not paused and bool(self.model.released())
+        return not self._waits_for_memory
 
     def note_stop(self) -> None:
         """No step runs until the next batch is planned. SGLang's watchdog ends the engine where a batch is under way for
@@ -311,16 +318,6 @@ class SchedulerRank:
         request.weightwire_key = own
         request.extra_key = in_namespace(self.namespace, own)
 
-    @contextlib.contextmanager
-    def _queue_unlimited(self) -> Iterator[None]:
-        """A limit of the queue holds for requests that come, not for those that ran or were held."""
-        scheduler = self.scheduler
-        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
-        try:
-            yield
-        finally:
-            scheduler.max_queued_requests = limit
-
     def _retract(self) -> None:
         """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -330,19 +327,22 @@ class SchedulerRank:
         scheduler = self.scheduler
         end_beams(scheduler)
         recall_diffusion(scheduler)
-        with self._queue_unlimited(), self._ours():
+        with queue_unlimited(self.scheduler), self._ours():
             pause(PauseGenerationReqInput(mode="retract"))
         scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
         take_back(scheduler)
 
     def _continue(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
         if self._paused:
             self._paused = False
             if not self._paused_by_user:
-                with self._ours():
-                    self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+                self._go_on()
+
+    def _go_on(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        with self._ours():
+            self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
