@@ -74,7 +74,7 @@ PAGES = {
     ),
     "skyrl": Lines(
         dict.fromkeys(
-            ("init_weight_sync_state", "broadcast_to_inference_engines"),
+            ("init_model", "init_weight_sync_state", "broadcast_to_inference_engines"),
             "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:FSDPPolicyWorkerBase",
         ),
         {"skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:FSDPPolicyWorkerBase": ("model",)},
@@ -89,8 +89,17 @@ PAGES = {
             PatchPoint("skyrl.train.utils.utils:validate_cfg", ("cfg",)),
             PatchPoint("skyrl.backends.skyrl_train.weight_sync:_VLLM_RECEIVE_BACKENDS"),
             PatchPoint("skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker"),
+            PatchPoint("skyrl.backends.skyrl_train.distributed.fsdp_utils:apply_fsdp2", ("model",)),
+            PatchPoint("skyrl.backends.skyrl_train.distributed.fsdp_utils:fsdp2_load_full_state_dict", ("model",)),
         ),
         (
+            *(
+                (
+                    f"skyrl.backends.skyrl_train.distributed.fsdp_strategy:{name}",
+                    "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_model",
+                )
+                for name in ("apply_fsdp2", "fsdp2_load_full_state_dict")
+            ),
             (
                 "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:PolicyWorker",
                 "skyrl.train.entrypoints.main_base:BasePPOExp._setup_trainer",
