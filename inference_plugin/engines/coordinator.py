@@ -95,6 +95,7 @@ class ReplicaCoordinator(Service):
         self._let_go: Held | None = None
         self._listeners = CommitListeners(where["replica"])
         self._recorder = CommitRecorder(where["replica"])
+        self._warned: set[tuple[str, str]] = set()
         self._stopping = False
         self._published: PublishedCard | None = None
         self._server = ReplyServer(
@@ -227,8 +228,10 @@ class ReplicaCoordinator(Service):
         with self._deciding:
             if self._machine.standing.unknown == unknown:
                 return
-        for group, who in unknown.items():
-            logger.warning("weightwire: %s: the version of %s is unknown until its next update", who, group)
+        for group, who in unknown.items():  # a trainer on the same devices has the engine sleep in each step
+            level = logging.INFO if (group, who) in self._warned else logging.WARNING
+            logger.log(level, "weightwire: %s: the version of %s is unknown until its next update", who, group)
+            self._warned.add((group, who))
         self._on(VersionLost(unknown))
         self._recorder.tell_unknown(tuple(unknown))
 

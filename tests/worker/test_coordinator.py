@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -128,6 +129,18 @@ def test_an_engine_that_starts_warns_once_of_a_misspelt_variable(
     monkeypatch.setenv("WEIGHTWIRE_LEASES_S", "5")
     coordinator_of(Control(lambda _: []), 1).close()
     assert sum("WEIGHTWIRE_LEASES_S is set" in line for line in caplog.messages) == 1
+
+
+def test_a_version_that_is_lost_in_each_step_for_the_same_reason_is_warned_of_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = coordinator_of(Control(lambda _: []), 1)
+    with caplog.at_level(logging.INFO):
+        for unknown in ({"policy": "it slept"}, {}, {"policy": "it slept"}, {}, {"policy": "a load"}):
+            coordinator.lose_version(unknown)
+    told = [(line.levelname, line.getMessage().split(": ")[1]) for line in caplog.records if "is unknown" in line.msg]
+    assert told == [("WARNING", "it slept"), ("INFO", "it slept"), ("WARNING", "a load")]
+    coordinator.close()
 
 
 @pytest.mark.parametrize("answering", [0, 1])
