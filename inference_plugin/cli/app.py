@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from inference_plugin import __version__
 from inference_plugin.cli.output import ended_by, stop
 from inference_plugin.net import addresses
-from inference_plugin.net.channel import coordinator_channel, worker_channel
+from inference_plugin.net.channel import Channel, Outgoing, coordinator_channel, fan_out, worker_channel
 from inference_plugin.net.processes import has_ended, parent_of
 from inference_plugin.wire.config import misspelt_variables
 from inference_plugin.wire.errors import SyncTimeout, WeightwireError
@@ -38,6 +41,8 @@ COMMANDS = {
     "check-engine": "check_engine",
 }
 """Each command, as --help lists them, and its module here. A module's function `config` is the command `config`."""
+
+Reply = TypeVar("Reply")
 
 ASK_TIMEOUT_S = 5.0
 
@@ -105,24 +110,44 @@ def app(context: click.Context) -> None:
             print(f"weightwire: warning: {text}", file=sys.stderr)
 
 
-def asked(card: ReplicaCard) -> dict[str, Any]:
-    """A replica's card as its coordinator gives it now, its workers' cards, its state, and what is wrong with it.
+def asked(cards: Sequence[ReplicaCard]) -> list[dict[str, Any]]:
+    """Of each replica its card as its coordinator gives it now, its workers' cards, its state, and what is wrong with it. All
+    coordinators are asked at once, and then all workers.
 
     `state` is the card's, or "orphaned (serving)" where the engine has outlived the process that started it.
     """
-    problems: list[str] = []
-    workers: list[WorkerCard] = []
-    try:
-        with coordinator_channel(card) as channel:
-            card = channel.request(Describe(), ReplicaCard, timeout_s=ASK_TIMEOUT_S)
-    except WeightwireError as error:
-        problems.append(f"coordinator: {_silent(error, card.pid)}")
-    for worker in card.workers:
-        try:
-            with worker_channel(card, worker) as channel:
-                workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
-        except WeightwireError as error:
-            problems.append(f"rank {worker.rank}: {_silent(error, worker.pid)}")
+    coordinators = _answers([partial(coordinator_channel, card) for card in cards], ReplicaCard)
+    now = [card if isinstance(said, WeightwireError) else said for card, said in zip(cards, coordinators, strict=True)]
+    connects = [partial(worker_channel, card, worker) for card in now for worker in card.workers]
+    workers = iter(_answers(connects, WorkerCard))
+    return [
+        _described(card, said, [next(workers) for _ in card.workers])
+        for card, said in zip(now, coordinators, strict=True)
+    ]
+
+
+def _answers(connects: Sequence[Callable[[], Channel]], kind: type[Reply]) -> list[Reply | WeightwireError]:
+    """What each process answers; an error stands in its place."""
+    with contextlib.ExitStack() as opened:
+        channels: list[Channel | WeightwireError] = []
+        for connect in connects:
+            try:
+                channels.append(opened.enter_context(connect()))
+            except WeightwireError as error:
+                channels.append(error)
+        requests = [Outgoing(channel, Describe()) for channel in channels if isinstance(channel, Channel)]
+        replies = iter(fan_out(requests, kind, timeout_s=ASK_TIMEOUT_S))
+        return [next(replies) if isinstance(channel, Channel) else channel for channel in channels]
+
+
+def _described(
+    card: ReplicaCard, said: ReplicaCard | WeightwireError, ranks: Sequence[WorkerCard | WeightwireError]
+) -> dict[str, Any]:
+    problems = [f"coordinator: {_silent(said, card.pid)}"] if isinstance(said, WeightwireError) else []
+    workers = [answer for answer in ranks if not isinstance(answer, WeightwireError)]
+    for worker, answer in zip(card.workers, ranks, strict=True):
+        if isinstance(answer, WeightwireError):
+            problems.append(f"rank {worker.rank}: {_silent(answer, worker.pid)}")
     if card.state == "torn":
         problems.append(f"torn: {card.detail}")
     state: str = card.state

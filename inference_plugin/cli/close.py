@@ -28,7 +28,7 @@ def close(group: str, job: str | None, as_json: bool) -> None:
     For a group that its trainer left open: until it is closed, no other group may write its parameters. Exit status 1: a replica
     did not answer, or is just committing an update of the group.
     """
-    found = [asked(card) for card in addresses.discover(job)]
+    found = asked(addresses.discover(job))
     if not found:
         raise stop(addresses.none_runs(job))
     rows = [_closed(group, replica) for replica in found]

@@ -34,7 +34,10 @@ def doctor(job: str | None, as_json: bool) -> None:
     facts: dict[str, Any] = {"weightwire": __version__, "python": sys.version.split()[0]}
     replicas = _look_at_directory(job, facts, problems)
     _look_at_environment(facts, problems)
-    facts["replicas"] = [_look_at_replica(card, problems) for card in replicas]
+    facts["replicas"] = [
+        _look_at_replica(card, found["problems"], problems)
+        for card, found in zip(replicas, asked(replicas), strict=True)
+    ]
     facts["copies"] = how_copies_are_made()
     facts["large_pages"] = large_pages()
     facts["transports"] = {name: t.why_not() or "available" for name, t in transports().items()}
@@ -118,8 +121,8 @@ def _look_at_environment(facts: dict[str, Any], problems: list[str]) -> None:
         problems.append("WEIGHTWIRE_DISABLE is set: engines run without the plug-in")
 
 
-def _look_at_replica(card: ReplicaCard, problems: list[str]) -> dict[str, Any]:
-    problems += [f"{card.replica}: {problem}" for problem in asked(card)["problems"]]
+def _look_at_replica(card: ReplicaCard, found: list[str], problems: list[str]) -> dict[str, Any]:
+    problems += [f"{card.replica}: {problem}" for problem in found]
     if card.package_version != __version__:
         problems.append(f"{card.replica} runs weightwire {card.package_version}, this is {__version__}")
     processes = {"coordinator": card.pid, **{f"rank {worker.rank}": worker.pid for worker in card.workers}}

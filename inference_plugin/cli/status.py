@@ -23,7 +23,7 @@ __all__ = ["status"]
 def status(job: str | None, as_json: bool) -> None:
     """Shows the job's replicas with their groups, versions and states, and each group's last update; engines that are starting;
     and engines that run without the plug-in, with the reason."""
-    found = [asked(card) for card in addresses.discover(job)]
+    found = asked(addresses.discover(job))
     starting = addresses.starting(job)
     without = addresses.problems(job)
     groups = sorted({group.group for replica in found for worker in replica["workers"] for group in worker.groups})

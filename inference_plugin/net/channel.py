@@ -116,8 +116,9 @@ class Channel(Closing):
         self._resend_in_s = RESEND_S if self._resends else math.inf
         self._transmit(type(body).__name__)
 
-    def receive(self, kind: type[Reply], *, timeout_s: float) -> Reply:
-        """The reply to the request that was sent last. Raises as `request` does."""
+    def receive(self, kind: type[Reply], *, timeout_s: float, whole_s: float | None = None) -> Reply:
+        """The reply to the request that was sent last. Raises as `request` does. `whole_s`: the time that a `SyncTimeout` names,
+        if some of it was spent before this call."""
         if self._pending is None:
             raise ProtocolError("receive() was called, but no request is open", **self.where)
         deadline_s = time.monotonic() + timeout_s
@@ -136,7 +137,8 @@ class Channel(Closing):
             if time.monotonic() >= self._resend_at_s:
                 self._transmit("the repeated request")
             if time.monotonic() >= deadline_s:
-                raise SyncTimeout(f"no reply from {self.address} within {round(timeout_s, 3):g} s", **self.where)
+                named_s = timeout_s if whole_s is None else whole_s
+                raise SyncTimeout(f"no reply from {self.address} within {round(named_s, 3):g} s", **self.where)
 
     @property
     def sources(self) -> list[Any]:
@@ -333,7 +335,7 @@ def fan_out(requests: Sequence[Outgoing], kind: type[Reply], *, timeout_s: float
     for position, outgoing in enumerate(requests):
         try:
             left_s = max(0.0, deadline_s - time.monotonic())
-            results.append(unsent.get(position) or outgoing.channel.receive(kind, timeout_s=left_s))
+            results.append(unsent.get(position) or outgoing.channel.receive(kind, timeout_s=left_s, whole_s=timeout_s))
         except WeightwireError as error:
             results.append(error)
     return results
