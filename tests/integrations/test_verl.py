@@ -241,6 +241,36 @@ def test_an_sglang_that_does_not_wake_is_a_typed_error(verl: VerlJob, kind: str,
     assert error in caught.value.types
 
 
+TIED = """
+import json, sys, torch, torch.distributed as dist
+from functools import partial
+from types import SimpleNamespace
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import AutoModelForCausalLM
+from trainer_adapters.integrations.verl import ties_of
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+layer = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+wrapped = FullyShardedDataParallel(
+    model, auto_wrap_policy=layer, device_id=torch.device("cpu"), use_orig_params=sys.argv[2] == "True"
+)
+print(json.dumps(ties_of(SimpleNamespace(module=wrapped))))
+"""
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_what_verls_fsdp1_ties_is_known_although_it_keeps_flat_parameters(model: Path, use_orig_params: bool) -> None:
+    """verl's default, which starts on a GPU only. Its export yields the head as a tensor of its own."""
+    command = [str(PYTHON), "-c", TIED, str(model), str(use_orig_params)]
+    ran = subprocess.run(
+        command, env=os.environ | VARIABLES, capture_output=True, text=True, timeout=JOB_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert json.loads(ran.stdout.splitlines()[-1]) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
 def test_the_same_step_again_is_sent_again_as_the_next_version(verl: VerlJob, engine: Driver, tmp_path: Path) -> None:
     verl("change", seed=9)
     assert verl("update", step=2)["weightwire/version"] == 3

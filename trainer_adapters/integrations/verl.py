@@ -40,6 +40,7 @@ from trainer_adapters.integrations.options import await_ranks, checked_options
 from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
+from trainer_adapters.sources.fsdp1 import managed_parameters
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
@@ -61,9 +62,8 @@ BACKEND = "weightwire"
 HANDS_OVER_ENGINE = "delta_sharded"
 """The mode in which verl's worker gives its backend the training engine, which can be asked again and again, in place of a
 generator of tensors, which can be read once."""
-WRAPPED = "_fsdp_wrapped_module."
 OF_PEFT = "base_model.model."
-"""What FSDP1 and PEFT add to the names of parameters, and verl's export takes away."""
+"""What PEFT adds to the names of parameters, and verl's export takes away."""
 GRACE_S = 30.0
 """Time in which the other ranks report their errors after the first one."""
 TOLD_S = 10.0
@@ -342,12 +342,14 @@ def ties_of(engine: Any) -> dict[str, str]:
     if not isinstance(module, torch.nn.Module):  # Megatron's, whose export yields them once
         return {}
     inner = getattr(module, "_fsdp_wrapped_module", module)
-    own = {
-        name.replace(WRAPPED, "").replace(OF_PEFT, ""): p for name, p in module.named_parameters(remove_duplicate=False)
-    }
+    named: list[tuple[str, object]] = [
+        (prefix + name, p) for prefix, _, own in managed_parameters(module) for name, p in own.items()
+    ]  # FSDP1's, which may be no parameters of the module any more
+    named = named or list(module.named_parameters(remove_duplicate=False))
+    own = {name.replace(OF_PEFT, ""): p for name, p in named}
     first: dict[int, str] = {}
-    named = convert_weight_keys(own, inner)
-    return {name: known for name, p in named.items() if (known := first.setdefault(id(p), name)) != name}
+    by_name = convert_weight_keys(own, inner)
+    return {name: known for name, p in by_name.items() if (known := first.setdefault(id(p), name)) != name}
 
 
 def _results(asked: Sequence[Any], limit_s: float, whose: str = "trainer rank") -> list[Any]:

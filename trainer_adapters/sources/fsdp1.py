@@ -32,7 +32,7 @@ from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_ru
 from trainer_adapters.sources.scan import LocalShards, Runs, ScannedSource, ScanOptions
 from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
-__all__ = ["FlatSource"]
+__all__ = ["FlatSource", "managed_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +57,14 @@ class FlatSource(ScannedSource):
 
     def _all(self) -> Pairs:
         """The parameters that FSDP manages and all other tensors, in the order of the model's state dict."""
-        units = list(self._units())
-        if summoned := [unit for unit in units if unit.is_summoned]:
+        if summoned := [unit for unit in units_of(self._module) if unit.is_summoned]:
             raise ManifestMismatch(
                 f"full parameters are summoned at the moment in {len(summoned)} units",
                 hint="leave summon_full_params before an update",
                 side="trainer",
             )
-        managed: dict[int, dict[str, ManagedParameter]] = {}
-        for unit in units:
-            for owner, name, parameter in unit.parameters():
-                managed.setdefault(id(owner), {})[name] = parameter
         plain: dict[str, Any] = dict(self._plain())
-        for prefix, part in walk(self._module):
-            own = managed.get(id(part), {})
+        for prefix, part, own in managed_parameters(self._module):
             for name, parameter in own.items():
                 yield prefix + name, parameter
             for name in (*part._parameters, *part._buffers):
@@ -98,11 +92,7 @@ class FlatSource(ScannedSource):
 
     def _ranks(self) -> tuple[int, ...]:
         """All ranks of this FSDP."""
-        return next((unit.everyone for unit in self._units()), tuple(range(dist.get_world_size())))
-
-    def _units(self) -> Iterator[Unit]:
-        parts = FullyShardedDataParallel.fsdp_modules(self._module)
-        return (Unit(part) for part in parts if part._handle is not None)
+        return next((unit.everyone for unit in units_of(self._module)), tuple(range(dist.get_world_size())))
 
     def _cut(self, things: list[Any], planned: Runs) -> Iterator[LocalSlice]:
         apart: dict[FullyShardedDataParallel, list[int]] = {}
@@ -181,6 +171,21 @@ class ManagedParameter:
         spread = FlatSpread(first - start, last - first, at, copies, self.is_summoned)
         memory: Hashable = ("flat parameter", id(unit.handle), i)
         return Inspection(shape, unit.shard.dtype, spread, unit.problem(i, spread), memory)
+
+
+def units_of(model: torch.nn.Module) -> Iterator[Unit]:
+    return (Unit(part) for part in FullyShardedDataParallel.fsdp_modules(model) if part._handle is not None)
+
+
+def managed_parameters(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, dict[str, ManagedParameter]]]:
+    """Each submodule as `walk` yields it, and its own parameters that FSDP1 manages. Tied ones are one object."""
+    managed: dict[int, dict[str, ManagedParameter]] = {}
+    for unit in units_of(model):
+        for owner, name, parameter in unit.parameters():
+            managed.setdefault(id(owner), {})[name] = parameter
+    return ((prefix, part, managed.get(id(part), {})) for prefix, part in walk(model))
 
 
 class Unit:
