@@ -298,6 +298,25 @@ def test_the_first_sync_waits_for_all_replicas_of_the_server_and_names_those_tha
         transfer(*names, "nobody")
 
 
+def test_a_sync_is_no_failure_where_the_server_gives_no_answer_after_the_commit(
+    start: Start,  # noqa: F811
+) -> None:
+    """Its replicas are known from the beginning, and say themselves that they took the version."""
+    rig = start()
+    told = json.dumps({"replicas": [{"replica": rig.replica}]}).encode()
+    with answering(200, told) as url:
+        transfer = WeightTransfer(url, timeout_s=60)
+        transfer.init_weight_transfer()
+    try:
+        transfer.send_weights(iter(plain_checkpoint(1).items()))
+        rig.end()
+        start()
+        with pytest.raises(PeerLost, match="no answer about its replicas"):  # which may be others now
+            transfer.send_weights(iter(plain_checkpoint(2).items()))
+    finally:
+        transfer.destroy()
+
+
 def test_a_server_without_our_plugin_or_none_at_all_is_an_error_that_says_so() -> None:
     with answering(404, b"") as url, pytest.raises(EngineUnsupported, match=rf"{url} takes no weight updates.* 404"):
         replicas_behind(url)

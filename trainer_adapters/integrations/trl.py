@@ -23,14 +23,14 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from inference_plugin.net import addresses
-from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch, PeerLost
 from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.integrations.options import await_replicas, checked_options, replicas_behind
 from trainer_adapters.manager import SyncManager
@@ -103,13 +103,16 @@ class WeightSync:
             dtype = generation.llm.llm_engine.model_config.dtype
         self._dtype = dtype
         self._manager: SyncManager | None = None
+        self._replicas: set[str] = set()
+        """Of the server, as it said last."""
 
     def __call__(self) -> None:
         if self._manager is None:
             self._manager = SyncManager(**self._settings)
             self._end = weakref.finalize(self, self._manager.close)  # for syncs after the training
             if self._generation.mode == "server" and self._manager.rank == 0:
-                await_replicas(self._manager, replicas_behind(self._generation.vllm_client.base_url))
+                self._replicas = replicas_behind(self._generation.vllm_client.base_url)
+                await_replicas(self._manager, self._replicas)
         if self._generation.mode == "colocate" and self._generation.enable_sleep_mode:
             self._wake()
         try:
@@ -139,19 +142,26 @@ class WeightSync:
         """Raises `CommitFailed` unless what this rank generates with took the version: it may be of another job. Rank 0
         asks a server, every rank its own engine."""
         if self._generation.mode == "colocate":
-            what = "the engine of this process"
-            asked = {card.replica for card in addresses.discover() if card.pid == os.getpid()}
+            own = {card.replica for card in addresses.discover() if card.pid == os.getpid()}
+            check_took(report, "the engine of this process", own, lambda: own)
         elif self._generation.accelerator.is_main_process:
-            what = f"the server at {self._generation.vllm_client.base_url}"
-            asked = replicas_behind(self._generation.vllm_client.base_url)
-        else:
-            return
-        check_took(report, what, asked)
+            url = self._generation.vllm_client.base_url
+            ask = functools.partial(replicas_behind, url)
+            self._replicas = check_took(report, f"the server at {url}", self._replicas, ask)
 
 
-def check_took(report: UpdateReport, what: str, asked: set[str]) -> None:
-    """Raises `CommitFailed` unless the replicas `asked`, those of the engine `what`, took the update."""
-    missing = asked - {one.replica for one in report.replicas if one.status != "failed"}
+def check_took(report: UpdateReport, what: str, known: set[str], ask: Callable[[], set[str]]) -> set[str]:
+    """Raises `CommitFailed` unless the replicas of the engine `what`, which is asked for them, took the update; returns them. If
+    it gives no answer, those count that are `known`: the version is committed, and no answer does not change that."""
+    took = {one.replica for one in report.replicas if one.status != "failed"}
+    try:
+        asked = ask()
+    except (EngineUnsupported, PeerLost) as silent:
+        if not known or not known <= took:
+            raise
+        logger.warning("weightwire: %s has version %d, and can't be asked about it: %s", what, report.version, silent)
+        asked = known
+    missing = asked - took
     if missing or not asked:
         error = CommitFailed(
             f"others took it, but {what} ({', '.join(sorted(missing)) or 'no replica'}) did not: TRL would use older weights",
@@ -159,6 +169,7 @@ def check_took(report: UpdateReport, what: str, asked: set[str]) -> None:
             "`weightwire status` shows the replicas of a job",
         )
         raise error.at(side="trainer", group=report.group, phase="commit", version=report.version)
+    return asked
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ A PEFT adapter arrives merged, as TRL merges it for the time of a sync. Written 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 import time
@@ -65,7 +66,7 @@ class WeightTransfer:
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                replicas = replicas_behind(self._server)
+                self._replicas = replicas_behind(self._server)
                 break
             except PeerLost:
                 if time.monotonic() > deadline_s:
@@ -76,7 +77,7 @@ class WeightTransfer:
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._manager = SyncManager(process_group=alone, **self._settings)
         self._updates = GeneratorUpdates(self._manager, self._dtype, alone)
-        await_replicas(self._manager, replicas)
+        await_replicas(self._manager, self._replicas)
 
     def pause(self) -> None:
         """Nothing: Weightwire stops generation itself, and only for the installation."""
@@ -97,7 +98,8 @@ class WeightTransfer:
                 for _ in iterator:
                     pass
             raise
-        check_took(report, f"the server at {self._server}", replicas_behind(self._server))
+        ask = functools.partial(replicas_behind, self._server)
+        self._replicas = check_took(report, f"the server at {self._server}", self._replicas, ask)
 
     def resume(self) -> None:
         """Nothing, as `pause`."""
