@@ -13,6 +13,7 @@ before, which did not change), and then their new values. Values, not difference
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,9 @@ from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 from inference_plugin.wire.messages import Bucket
 from inference_plugin.wire.tensors import box_view, bytes_view
 
-__all__ = ["TRANSPORT", "changes_between", "make_changes"]
+__all__ = [
+    "NAME_BYTES", "TRANSPORT", "Base", "DeltaReceiver", "LastSent", "Name", "changes_between", "make_changes",
+]  # fmt: skip
 
 NAME_BYTES = 16
 
@@ -100,10 +103,13 @@ def _gaps(at: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[in
 # --- the worker's side -----------------------------------------------------------------------------------------------------
 
 
+Name = Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+
+
 class Named(msgspec.Struct, frozen=True):
     """The description of an update: what its bytes will be called."""
 
-    name: Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+    name: Name
 
 
 class Base(NamedTuple):
@@ -192,7 +198,7 @@ class DeltaStaging(BucketStaging):
 class DeltaReceiver(BucketReceiver):
     """Remembers what the memory of the last transaction holds. There is one for each agreement on manifest and needs."""
 
-    staging = DeltaStaging
+    staging: type[BucketStaging] = DeltaStaging
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,50 +265,39 @@ class DeltaLane(Lane):
         return super()._message(msgspec.structs.replace(bucket, sizes=tuple(self._sizes)), buffer, nbytes)
 
 
-class DeltaSender(ZmqSender):
-    """Keeps a copy of what this rank sent last, in the host's memory: of pieces that some worker holds whole."""
+class LastSent:
+    """A copy of the bytes that a rank sent last, in the host's memory. `name`: what workers call these bytes; b"" unless all of
+    them were written. `name_before`: the same of the update before, while one is being written. `instead`: what needs no
+    copy."""
 
-    _used: list[DeltaLane]  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: dict[Box, Bytes] = {}
+    def __init__(self, instead: str) -> None:
+        self.name = self.name_before = b""
+        self._instead = instead
         self._fingerprint = ""
         """Of the manifest whose boxes these are."""
-        self._name = b""
-        """What workers call these bytes; b"" unless all of them were written."""
+        self._kept: dict[Box, Bytes] = {}
         self._before: dict[Box, Bytes] = {}
-        self._before_name = b""
-        """The same of the update before, while one is being written."""
         self._unasked_bytes = 0
 
-    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
-        """Every worker is sent its own, of which it may hold something else than another."""
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for kept in self._kept.values())
 
-    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
-        super().allocate(manifest, busy)
-        return msgspec.msgpack.encode(Named(secrets.token_bytes(NAME_BYTES)))
-
-    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
-        fingerprint = delivery.manifest.fingerprint
-        follows = self._name and fingerprint == self._fingerprint
-        self._before, self._before_name = (self._kept, self._name) if follows else ({}, b"")
-        self._kept, self._name, self._fingerprint = {}, b"", fingerprint
+    @contextlib.contextmanager
+    def replaced(self, fingerprint: str, name: bytes) -> Iterator[None]:
+        """Around one update: its bytes are called `name` once all of them were written."""
+        follows = self.name and fingerprint == self._fingerprint
+        self._before, self.name_before = (self._kept, self.name) if follows else ({}, b"")
+        self._kept, self.name, self._fingerprint = {}, b"", fingerprint
         try:
-            pieces, stats = super().write(dataclasses.replace(delivery, description=b""))
+            yield
         finally:
             self._before = {}
-        self._name = decode_as(delivery.description, Named).name
-        stats.held_bytes += sum(kept.nbytes for kept in self._kept.values())
-        return pieces, stats
+        self.name = name
 
-    def close(self) -> None:
-        super().close()
-        self._kept, self._name = {}, b""
-
-    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Lane], Bytes]:
-        if self.writes_once or not any(lane.holds(piece) for lane in self._used):
-            return lambda lane: part
+    def changes(self, manifest: Manifest, piece: Piece, part: Bytes) -> Bytes | None:
+        """The changes that make `part` of the same piece of the update before, as `changes_between`; None where there was none.
+        Keeps a copy of `part`. Raises `TransportUnavailable` where that does not fit."""
         item_bytes = DTYPE_BYTES[manifest.tensors[piece.box.tensor].dtype]
         kept, changes = self._before.pop(piece.box, None), None
         if kept is None:
@@ -313,18 +308,54 @@ class DeltaSender(ZmqSender):
         else:
             make_changes(kept, changes, item_bytes)
         self._kept[piece.box] = kept
+        return changes
 
-        def sent_as(lane: Lane) -> Bytes:
-            assert isinstance(lane, DeltaLane)
-            return part if changes is None or not lane.takes_changes(piece, self._before_name) else changes
-
-        return sent_as
+    def clear(self) -> None:
+        self._kept, self.name = {}, b""
 
     def _ask_for_memory(self, nbytes: int) -> None:
         if self._unasked_bytes < nbytes:
             self._unasked_bytes = max(nbytes, CHECKED_BYTES)
-            check_fits(self._unasked_bytes, "a copy of what was sent last", "transport='zmq' keeps none")
+            check_fits(self._unasked_bytes, "a copy of what was sent last", self._instead)
         self._unasked_bytes -= nbytes
+
+
+class DeltaSender(ZmqSender):
+    """Sends each worker what changed, or all, as the worker needs. Keeps a copy of pieces that some worker holds whole."""
+
+    _used: list[DeltaLane]  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = LastSent("transport='zmq' keeps none")
+
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
+        """Every worker is sent its own, of which it may hold something else than another."""
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        super().allocate(manifest, busy)
+        return msgspec.msgpack.encode(Named(secrets.token_bytes(NAME_BYTES)))
+
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        with self._last.replaced(delivery.manifest.fingerprint, decode_as(delivery.description, Named).name):
+            pieces, stats = super().write(dataclasses.replace(delivery, description=b""))
+        stats.held_bytes += self._last.nbytes
+        return pieces, stats
+
+    def close(self) -> None:
+        super().close()
+        self._last.clear()
+
+    def _sent_as(self, manifest: Manifest, piece: Piece, part: Bytes) -> Callable[[Lane], Bytes]:
+        if self.writes_once or not any(lane.holds(piece) for lane in self._used):
+            return lambda lane: part
+        changes = self._last.changes(manifest, piece, part)
+
+        def sent_as(lane: Lane) -> Bytes:
+            assert isinstance(lane, DeltaLane)
+            return part if changes is None or not lane.takes_changes(piece, self._last.name_before) else changes
+
+        return sent_as
 
     def _make_lane(self, target: Target) -> Lane:
         return DeltaLane(target, self.config)

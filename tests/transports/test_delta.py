@@ -6,11 +6,9 @@ from __future__ import annotations
 import gc
 import mmap
 import random
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_plugin.transports import delta
-from inference_plugin.transports.base import Delivery, Target
 from inference_plugin.transports.delta import DeltaReceiver, DeltaSender, changes_between, make_changes
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
@@ -34,7 +31,6 @@ from inference_plugin.wire.messages import (
     GroupOpened,
     OpenGroup,
     Release,
-    Sealed,
     Sender,
 )
 from inference_plugin.wire.tensors import bytes_view
@@ -42,18 +38,14 @@ from tests.support.worker import KeepingInstaller, Worker
 from tests.transports.cases import (
     CASES,
     any_bits,
-    assert_equal_bytes,
     block_slices,
     column_slices,
     manifest_for,
     whole_slices,
 )
-
-FAR_S = 3600.0
+from tests.transports.pairs import FAR_S, Cut, Pair, changed
 
 NAME = msgspec.msgpack.encode({"name": bytes(16)})
-
-Cut = Callable[[dict[str, torch.Tensor]], Iterator[Any]]
 
 
 # --- changes -----------------------------------------------------------------------------------------------------------------
@@ -106,93 +98,11 @@ def test_bytes_that_are_no_changes_are_a_typed_error_and_change_nothing_else(
 # --- updates, one after the other -------------------------------------------------------------------------------------------
 
 
-class Pair:
-    """A trainer's ranks and the workers that they send to."""
-
-    def __init__(self, workers: Sequence[Worker], *, ranks: int = 1, cut: Cut = whole_slices) -> None:
-        self.workers = list(workers)
-        self.cut = cut
-        self.senders = [DeltaSender() for _ in range(ranks)]
-        self.number = 0
-        self.needs: Sequence[Box] | None = None
-        """What the workers are sent; by default all."""
-
-    def write(self, tensors: dict[str, torch.Tensor], *, only: Sequence[int] | None = None) -> tuple[list[Piece], int]:
-        """Begins an update and writes it; returns its pieces, and the bytes that travelled. `only`: the ranks that write."""
-        self.number += 1
-        self.txn, self.manifest = f"t{self.number}", manifest_for(tensors)
-        names = self.names = self.senders[0].allocate(self.manifest, frozenset())
-        targets = tuple(self._begun(worker, names) for worker in self.workers)
-        slices = list(self.cut(tensors))
-        pieces, sent = [], 0
-        for rank, sender in enumerate(self.senders):
-            if only is not None and rank not in only:
-                continue
-            mine = iter(slices[rank :: len(self.senders)])
-            far_s = time.monotonic() + FAR_S
-            written, stats = sender.write(
-                Delivery(self.txn, "policy", rank, self.manifest, names, mine, targets, far_s)
-            )
-            for error in stats.lost.values():
-                raise error
-            pieces += written
-            sent += stats.sent_bytes
-            self.messages, self.held_bytes = stats.messages, stats.held_bytes
-        return pieces, sent
-
-    def seal(self, worker: Worker, pieces: list[Piece]) -> None:
-        with worker.channel() as channel:
-            while not channel.request(worker.seal(self.txn, pieces), Sealed, timeout_s=30).done:
-                pass
-
-    def update(self, tensors: dict[str, torch.Tensor]) -> int:
-        """Commits on all workers, and looks at what they hold. Returns the bytes that travelled."""
-        pieces, sent = self.write(tensors)
-        for worker in self.workers:
-            self.seal(worker, pieces)
-        for worker in self.workers:
-            worker.commit(self.txn, self.number)
-            assert_equal_bytes(worker.installer.installed, tensors)
-        return sent
-
-    def abort(self) -> None:
-        for worker in self.workers:
-            with worker.channel() as channel:
-                channel.request(Abort("policy", self.txn), Done, timeout_s=30)
-
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.close()
-
-    def _begun(self, worker: Worker, names: bytes) -> Target:
-        with worker.channel() as channel:
-            channel.request(OpenGroup("policy", self.manifest, "delta"), GroupOpened, timeout_s=30)
-            request = Begin("policy", self.txn, self.number, Sender("s"), FAR_S, self.manifest.fingerprint, names)
-            begun = channel.request(request, Begun, timeout_s=30)
-        target = msgspec.structs.replace(worker.target(self.manifest), landing=begun.landing)
-        return target if self.needs is None else msgspec.structs.replace(target, needs=tuple(self.needs))
-
-
 @pytest.fixture
 def worker(directory: Path) -> Iterator[Worker]:
     one = Worker(f"ipc://{directory}/w")
     yield one
     one.close()
-
-
-def changed(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.01) -> dict[str, torch.Tensor]:
-    """About that share of the elements, and one at least where there is any, with other bits."""
-    chance = torch.Generator().manual_seed(seed)
-    result = {}
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous().clone()
-        if whole.numel():
-            items = bytes_view(whole).view(whole.numel(), whole.element_size())
-            hit = torch.rand(whole.numel(), generator=chance) < share
-            hit[torch.randint(whole.numel(), (1,), generator=chance)] = True
-            items[hit] ^= 1
-        result[name] = whole
-    return result
 
 
 @pytest.mark.parametrize("cut", [whole_slices, column_slices, block_slices], ids=["whole", "columns", "blocks"])
