@@ -312,6 +312,8 @@ class Transport:
     """Whether each worker is sent its own bytes: slices are then cut where a worker's need ends."""
     streams: bool = False
     """Whether it is the way of `install='streaming'`: it brings no whole update, and nothing else uses it."""
+    named_only: bool = False
+    """Whether `auto` never takes it."""
     lands_in_zone: bool = False
     """Whether trainer ranks write a worker's second set itself: for the only replica of its host that takes part."""
     piece_bytes: int = PIECE_BYTES

@@ -368,4 +368,5 @@ TRANSPORT = Transport(
     receiver=NixlReceiver,
     copies_per_byte=4,  # trainer -> bucket -> buffer -> staging -> parameter; over TCP two more, in the kernel
     sends=True,
+    named_only=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.transports import collective, cuda_ipc, delta, nixl, shm, stream, zmq, zone
+from inference_plugin.transports import collective, cuda_ipc, delta, nixl, shm, store, stream, zmq, zone
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.errors import TransportUnavailable
 
@@ -19,7 +19,7 @@ def transports() -> dict[str, Transport]:
     """
     known: dict[str, Transport] = {}
     offered: Sequence[Sequence[Transport]] = plugin_manager().hook.weightwire_transports()
-    ours = [each.TRANSPORT for each in (cuda_ipc, zone, shm, zmq, delta, nixl, collective, stream)]
+    ours = [each.TRANSPORT for each in (cuda_ipc, zone, shm, zmq, delta, nixl, store, collective, stream)]
     for transport in [*ours, *(t for several in offered for t in several)]:
         if transport.name == Transport.AUTO or known.setdefault(transport.name, transport) is not transport:
             raise TransportUnavailable(
@@ -44,7 +44,7 @@ def available_transports() -> list[Transport]:
     """The transports that can be used here, in the order in which `auto` tries them. Raises `TransportUnavailable` if there is
     none."""
     known = transports()
-    usable = [transport for transport in known.values() if transport.why_not() is None]
+    usable = [each for each in known.values() if not each.named_only and each.why_not() is None]
     if not usable:
         raise TransportUnavailable("no transport can be used here", hint=_what_there_is(known))
     return usable

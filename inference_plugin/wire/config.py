@@ -62,6 +62,10 @@ Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
 Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
 Backend = Annotated[Literal["gloo", "nccl", "hccl"] | None, _meta("gloo, nccl, hccl")]
 Interface = Annotated[str | None, _meta("names of network interfaces")]
+Url = Annotated[
+    Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://.+\Z", max_length=4096)] | None,
+    _meta("URLs such as file:///mnt/weights or s3://bucket/folder"),
+]
 Directory = Annotated[str | None, _meta("names of directories")]
 
 
@@ -98,7 +102,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Size,
         _for(
             "trainer",
-            "size of a bucket of `zmq`, `delta`, `nixl` or `stream`, of a broadcast of `collective`, of a gathering of LoRA",
+            "size of a bucket of `zmq`, `delta`, `nixl` or `stream`, of an object of `store`, of a broadcast of `collective`, "
+            "of a gathering of LoRA",
         ),
     ] = 8 << 20
     buffers: Annotated[
@@ -106,7 +111,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _for(
             "trainer",
             "number of buckets for each worker of `zmq`, `delta` and `stream`, for all together of `nixl`: in flight, "
-            "packed, being packed",
+            "packed, being packed; of objects of `store` that a rank writes at once, and a worker reads",
         ),
     ] = 2
     collective_backend: Annotated[
@@ -132,6 +137,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "the memory bandwidth",
         ),
     ] = 1 / 3
+    store_url: Annotated[
+        Url,
+        _for(
+            "both", "where `store` keeps its objects: a directory or a bucket that both sides see, as a URL of fsspec"
+        ),
+    ] = None
     profile_dir: Annotated[
         Directory, _for("both", "directory for a trace file of every update and process; none is made without it")
     ] = None

@@ -76,8 +76,9 @@ class UpdateReport(_Shown, frozen=True):
     Phases: agree (discover, open, begin), stage (all ranks write; gather, pack and move are within it), seal (digests
     checked, standby prepared), commit (wait for the boundary, pause, install). `messages` are all requests sent, by all
     ranks; `copies_per_byte` counts copies of a payload byte from the trainer's memory to the parameter, those inside
-    the kernel included. `egress_bytes` is the payload that the trainer's ranks sent in messages (by `zmq`, `delta`). Neither
-    it nor `messages` includes what workers relay to each other. `held_bytes`: memory that the trainer's ranks keep for updates of
+    the kernel included. `egress_bytes` is the payload that the trainer's ranks sent in messages (by `zmq`, `delta`) or uploaded
+    (by `store`). Neither it nor `messages` includes what workers relay to each other.
+    `held_bytes`: memory that the trainer's ranks keep for updates of
     the group (segments, buckets, copies); what replicas hold is their `extra_bytes`. `engine_dtypes`: with `dtype="engine"`, the
     rules by which tensors were cast to the engine's dtypes.
     """

@@ -32,6 +32,14 @@ def runtime() -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The store of the transport of that name, for engines and their trainers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIGHTWIRE_STORE_URL", f"file://{tmp_path_factory.mktemp('store')}")
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """`checkpoint("llama", tied=False, seed=1)`: a tiny float32 model on disk, made once."""

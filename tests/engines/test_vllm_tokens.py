@@ -93,14 +93,17 @@ def check_life(
     near = weights(model_a)
     for tensor in near.values():
         tensor.view(-1)[::97] += 1
-    with SyncManager(install="copy" if zones else "standby", transport="delta", timeout_s=180) as manager:
-        for sent in (source(model_b), ModuleAdapter(near), source(model_a)):
-            version += 1
-            report = manager.update(sent, version)
-            assert [r.status for r in report.replicas] == ["committed"] * replicas
-            assert manager.verify(sent).ok
-        assert report.egress_bytes < 0.1 * replicas * report.bytes, "few elements of the third differ from the second's"
-        assert tokens(PROMPTS, COUNT) == reference(model_a)
+    for transport in ("delta", "store"):
+        with SyncManager(install="copy" if zones else "standby", transport=transport, timeout_s=180) as manager:
+            for sent in (source(model_b), ModuleAdapter(near), source(model_a)):
+                version += 1
+                report = manager.update(sent, version)
+                assert [r.status for r in report.replicas] == ["committed"] * replicas
+                assert manager.verify(sent).ok
+            assert report.egress_bytes < 0.1 * replicas * report.bytes, (
+                "few elements of the third differ from the second's"
+            )
+            assert tokens(PROMPTS, COUNT) == reference(model_a)
     return version
 
 

@@ -30,7 +30,7 @@ def spread_if_asked() -> None:
 def spread() -> Callable[[], None]:
     """Poisons second sets, skeletons in memory, stand-ins' storages, and staging memory, in this process, until what it
     returns is called. Twice is once."""
-    from inference_plugin.transports import bucket_staging, delta, segment
+    from inference_plugin.transports import bucket_staging, delta, segment, store_staging
 
     before: list[tuple[Any, str, Any]] = []
 
@@ -46,6 +46,7 @@ def spread() -> Callable[[], None]:
         (segment.SharedSegment, "create", lambda made: _poison(made.tensor)),
         (bucket_staging.BucketReceiver, "open", lambda staging: _poison(staging.segment)),
         (delta.DeltaReceiver, "open", lambda staging: None if staging.landing else _poison(staging.segment)),
+        (store_staging.StoreReceiver, "open", lambda staging: None if staging.landing else _poison(staging.segment)),
     ):
         if (after := _after(vars(owner).get(name), do)) is not None:
             replace(owner, name, after)

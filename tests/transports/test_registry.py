@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from inference_plugin import plugins as hooks
-from inference_plugin.transports import collective, cuda_ipc, delta, nixl, registry, shm, stream, zmq, zone
+from inference_plugin.transports import collective, cuda_ipc, delta, nixl, registry, shm, store, stream, zmq, zone
 from inference_plugin.transports.base import Receiver, Sender, Staging, Transport
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.support.rig import ROOT
@@ -48,7 +48,6 @@ def test_auto_prefers_shared_memory_and_falls_back_to_sockets(plugins: pytest.Mo
         "shm",
         "zmq",
         "delta",
-        "nixl",
         "collective",
         "stream",
     ]
@@ -57,7 +56,6 @@ def test_auto_prefers_shared_memory_and_falls_back_to_sockets(plugins: pytest.Mo
     assert [transport.name for transport in registry.available_transports()] == [
         "zmq",
         "delta",
-        "nixl",
         "collective",
         "stream",
     ]
@@ -69,7 +67,9 @@ def test_an_unknown_name_lists_what_there_is_and_why_the_others_are_not(plugins:
         registry.transport_named("carrot")
     hint = raised.value.hint
     why = f"cuda_ipc: {cuda_ipc.TRANSPORT.why_not()}; smoke: no fire here; "
-    assert hint.startswith(f"available: pigeon, zone, shm, zmq, delta, nixl, collective, stream; not available: {why}")
+    assert hint.startswith(
+        f"available: pigeon, zone, shm, zmq, delta, nixl, store, collective, stream; not available: {why}"
+    )
     assert "plug-in no.such.module:plugin: ModuleNotFoundError: No module named 'no'" in hint
     assert f"plug-in {HERE}not_there: AttributeError" in hint
 
@@ -78,7 +78,7 @@ def test_a_transport_that_cannot_be_used_here_gives_its_reason(plugins: pytest.M
     plugins.setenv("WEIGHTWIRE_PLUGINS", f"{HERE}adds_pigeons")
     with pytest.raises(TransportUnavailable, match="'smoke' can't be used here: no fire here") as raised:
         registry.transport_named("smoke")
-    assert "available: pigeon, zone, shm, zmq, delta, nixl, collective" in raised.value.hint
+    assert "available: pigeon, zone, shm, zmq, delta, nixl, store, collective" in raised.value.hint
 
 
 def test_looking_up_and_listing_agree(plugins: pytest.MonkeyPatch) -> None:
@@ -94,14 +94,15 @@ def test_a_plugin_that_cannot_be_imported_breaks_nothing(plugins: pytest.MonkeyP
         "shm",
         "zmq",
         "delta",
-        "nixl",
         "collective",
         "stream",
     ]
     assert list(hooks.plugin_manager().broken) == ["no.such.module:plugin"]
 
 
-@pytest.mark.parametrize("name", ["cuda_ipc", "zone", "shm", "zmq", "delta", "nixl", "collective", "stream", "auto"])
+@pytest.mark.parametrize(
+    "name", ["cuda_ipc", "zone", "shm", "zmq", "delta", "nixl", "store", "collective", "stream", "auto"]
+)
 def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str) -> None:
     hooks.plugin_manager().register(Adds(third_party(name)))
     with pytest.raises(TransportUnavailable, match=f"the transport name '{name}' is taken") as raised:
@@ -117,6 +118,7 @@ def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch)
         (zmq, "no sockets"),
         (delta, "no memory"),
         (nixl, "no NIXL"),
+        (store, "no fsspec"),
         (collective, "no gloo"),
         (stream, "no standing"),
     ):
@@ -125,7 +127,7 @@ def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch)
         registry.available_transports()
     assert (
         "available: none; not available: cuda_ipc: no GPU; zone: no swap; shm: no memfd; zmq: no sockets; delta: no memory; "
-        "nixl: no NIXL; collective: no gloo; stream: no standing" in raised.value.hint
+        "nixl: no NIXL; store: no fsspec; collective: no gloo; stream: no standing" in raised.value.hint
     )
 
 
