@@ -147,6 +147,7 @@ class Upload:
         self._data += data.data
         self._pieces.append(piece)
         self._sizes.append(data.nbytes)
+        self._settle_done()
 
     def flush(self) -> None:
         """Begins to upload what is packed, once few enough uploads are under way."""
@@ -157,8 +158,7 @@ class Upload:
         packed = StoredObject(self._new_key(), tuple(self._pieces), tuple(self._sizes))
         self._under_way.append((packed, self._store.write(packed.key, bytes(self._data)) if self._data else None))
         self._pack_anew()
-        while self._under_way and ((call := self._under_way[0][1]) is None or call.done()):
-            self._settle()
+        self._settle_done()
 
     def finish(self) -> None:
         """Waits until all is uploaded."""
@@ -170,6 +170,10 @@ class Upload:
         self._data = bytearray()
         self._pieces: list[Piece] = []
         self._sizes: list[int] = []
+
+    def _settle_done(self) -> None:
+        while self._under_way and ((call := self._under_way[0][1]) is None or call.done()):
+            self._settle()
 
     def _settle(self) -> None:
         packed, call = self._under_way.popleft()

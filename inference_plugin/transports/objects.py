@@ -42,6 +42,9 @@ SKIPPED_BYTES = 64 << 10
 
 DELETED_AT_ONCE = 500
 
+MOST_CALLS = 256
+"""Calls under way, also those that were left to themselves: where a store hangs, each keeps a thread and an object's bytes."""
+
 Result = TypeVar("Result")
 
 
@@ -78,6 +81,7 @@ class ObjectStore:
         self._url = url
         self._making = threading.Lock()
         self._made: tuple[Any, str] | None = None
+        self._calls: set[Future[Any]] = set()
 
     def write(self, key: str, data: bytes) -> Future[None]:
         """Begins to write an object, of which nobody sees a part."""
@@ -131,7 +135,15 @@ class ObjectStore:
         return TransportUnavailable(words, hint=hint, phase="stage")
 
     def _begun(self, call: Callable[[], Result]) -> Future[Result]:
+        if len(self._calls) >= MOST_CALLS:
+            raise SyncTimeout(
+                f"store {self.shown}: {len(self._calls)} calls have not come back",
+                hint="look at the store and at the way there",
+                phase="stage",
+            )
         future: Future[Result] = Future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def run() -> None:
             try:
@@ -142,6 +154,7 @@ class ObjectStore:
         try:  # not of a pool: the end of the process would wait for a call that hangs
             threading.Thread(target=run, name="weightwire-store", daemon=True).start()
         except RuntimeError as error:
+            self._calls.discard(future)
             raise no_thread(error, "a call to the store") from error
         return future
 
@@ -180,7 +193,12 @@ class ObjectStore:
         while True:
             try:
                 starts, ends = [each.start for each in ranges], [each.end for each in ranges]
-                return list(system.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"))
+                blocks = list(system.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"))
+                for failed in (
+                    each for each in blocks if isinstance(each, Exception)
+                ):  # older fsspec returns them all the same
+                    raise failed
+                return blocks
             except FileNotFoundError as error:
                 if time.monotonic() + LOOK_AGAIN_S > until_s:
                     raise ProtocolError(

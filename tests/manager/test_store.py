@@ -9,6 +9,7 @@ import pytest
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.manager.conftest import Start
 from tests.manager.test_delta import NBYTES, holds, stepped
+from tests.manager.test_ranks import Trainer
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import eventually, kill
@@ -85,3 +86,22 @@ def test_engines_without_the_store_take_no_update_and_say_why(start: Start, plac
     refused = pytest.raises(TransportUnavailable, match="store: WEIGHTWIRE_STORE_URL is not set")
     with SyncManager(transport="store", timeout_s=30) as manager, refused:
         manager.update(ShardSource(checkpoint(1)))
+
+
+def test_a_rank_that_fails_in_the_middle_is_healed_and_one_that_is_killed_leaves_a_folder_that_harms_nobody(
+    start: Start, place: Path, directory: Path
+) -> None:
+    url = f"file://{place}"
+    rig = start(tp=2, WEIGHTWIRE_STORE_URL=url)
+    steps = [{"version": 1}, {"version": 2, "fault": "raise"}, {"version": 3}, {"version": 4, "fault": "kill"}]
+    environment = {"WEIGHTWIRE_STORE_URL": url}
+    ranks = Trainer(directory, 2, steps, environment, transport="store", timeout_s=60)
+    for number, outcome in enumerate(("ok", "error", "ok")):
+        assert all(outcome in ranks.step(rank, number) for rank in range(2))
+    assert "error" in ranks.step(0, 3)
+    assert holds(rig, checkpoint(3))
+    with SyncManager(transport="store", timeout_s=60) as manager:
+        weights = checkpoint(5)
+        assert manager.update(ShardSource(weights), 5).egress_bytes == NBYTES
+        assert holds(rig, weights)
+    assert "1-" in {path.name[:2] for each in place.iterdir() for path in each.iterdir()}
