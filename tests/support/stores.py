@@ -14,17 +14,20 @@ PROTOCOL = "strange"
 
 class StrangeStore(LocalFileSystem):
     """A directory, as `strange:///path`. `before_write` is called with the path and the bytes, `before_read` with the path and
-    the range; both may raise or wait. `reads`: all ranges that were read, as (path, start, end)."""
+    the range; both may raise or wait. `after_read` gives the bytes that were read in place of those that lie there. `reads`: all
+    ranges that were read, as (path, start, end)."""
 
     protocol = PROTOCOL
     before_write: ClassVar[Callable[[str, bytes], object]]
     before_read: ClassVar[Callable[[str, int, int], object]]
+    after_read: ClassVar[Callable[[str, bytes], bytes]]
     reads: ClassVar[list[tuple[str, int, int]]]
 
     @classmethod
     def reset(cls) -> None:
         cls.before_write = staticmethod(lambda path, data: None)
         cls.before_read = staticmethod(lambda path, start, end: None)
+        cls.after_read = staticmethod(lambda path, data: data)
         cls.reads = []
 
     @classmethod
@@ -39,7 +42,7 @@ class StrangeStore(LocalFileSystem):
         assert start is not None and end is not None
         self.reads.append((path, start, end))
         self.before_read(path, start, end)
-        return super().cat_file(path, start, end, **kwargs)
+        return self.after_read(path, super().cat_file(path, start, end, **kwargs))
 
 
 StrangeStore.reset()

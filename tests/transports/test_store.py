@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,23 @@ def test_a_worker_that_comes_late_or_missed_updates_costs_the_trainer_no_byte(
     assert uploaded() < 0.1 * whole and uploaded() < 0.1 * whole
     pair.senders = [pair.new_sender()]  # the trainer begins anew
     assert uploaded() == whole
+    pair.close()
+    for worker in workers:
+        worker.close()
+
+
+def test_a_worker_that_comes_late_reads_of_each_piece_what_lies_after_it_was_whole(
+    directory: Path, place: Path
+) -> None:
+    tensors = {"w": any_bits(torch.int8, 100_000), "all": any_bits(torch.int8, 100_000)}
+    workers = [Worker(f"ipc://{directory}/{name}") for name in "ab"]
+    pair = pair_of(workers[0])
+    for seed in range(2):
+        pair.update(tensors | {"all": any_bits(torch.int8, 100_000, seed=seed)})
+    pair.workers = workers[1:]
+    StrangeStore.reads.clear()
+    pair.update(tensors | {"all": any_bits(torch.int8, 100_000, seed=3)})
+    assert sum(end - start for path, start, end in StrangeStore.reads if not path.endswith("probe")) == 200_000
     pair.close()
     for worker in workers:
         worker.close()
@@ -397,6 +415,34 @@ def test_a_store_that_hangs_while_a_worker_reads_keeps_no_request_waiting_and_ch
     pieces, _ = pair.write(tensors)
     gate.open()  # what was read for the dropped updates comes now
     pair.seal(worker, pieces)
+    worker.commit(pair.txn, pair.number)
+    assert torch.equal(worker.installer.installed["w"], tensors["w"])
+    pair.close()
+
+
+def test_bytes_that_are_placed_after_their_update_was_dropped_reach_no_later_update(worker: Worker) -> None:
+    pair, gate = pair_of(worker), Gate()
+    tensors = {"w": any_bits(torch.int8, 1000)}
+    pair.update(tensors)
+
+    class Held(bytes):
+        def __len__(self) -> int:
+            gate()
+            return super().__len__()
+
+    StrangeStore.after_read = staticmethod(lambda path, data: data if path.endswith("probe") else Held(data))
+    gate.shut()
+    pair.write({"w": any_bits(torch.int8, 1000, seed=1)})
+    assert gate.waiting.wait(30)  # the worker has the bytes, and is about to place them
+    pair.abort()
+    StrangeStore.reset()
+    tensors = {"w": any_bits(torch.int8, 1000, seed=2)}
+    pieces, _ = pair.write(tensors)
+    pair.seal(worker, pieces)
+    gate.open()
+    eventually(
+        lambda: not [each for each in threading.enumerate() if each.name == "weightwire-store-reader"], "its end"
+    )
     worker.commit(pair.txn, pair.number)
     assert torch.equal(worker.installer.installed["w"], tensors["w"])
     pair.close()
