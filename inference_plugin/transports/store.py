@@ -49,7 +49,10 @@ READ_SHARE = 0.5
 """Share of an operation's time that one read of a worker may take."""
 
 PROBE_S = 30.0
-"""How long a probe, or the error of one, holds: an object may be deleted by the store's own rules while a manager lives."""
+"""How long a probe holds: the store's own rules may delete the object while a manager lives."""
+
+PROBE_ERROR_S = 2.0
+"""How long the error of a probe holds: an update asks for each replica, one after the other."""
 
 CLOSE_S = 5.0
 """How long a closing sender waits until its objects are deleted."""
@@ -96,14 +99,14 @@ class StoreSender(ZmqSender):
         self._probe_error: WeightwireError | None = None
 
     def probe(self) -> bytes:
-        """Writes the object, if that is long ago. What came of it holds for some seconds: an update asks for each replica."""
+        """Writes the object, if that is long ago."""
         if self._probe is None or time.monotonic() >= self._probe_until_s:
             self._probe_error = None
             try:
                 self._write_probe()
             except WeightwireError as error:
                 self._probe_error = error
-            self._probe_until_s = time.monotonic() + PROBE_S
+            self._probe_until_s = time.monotonic() + (PROBE_S if self._probe_error is None else PROBE_ERROR_S)
         if self._probe_error is not None:
             raise copy.copy(self._probe_error)
         return msgspec.msgpack.encode(self._probe)
@@ -130,6 +133,8 @@ class StoreSender(ZmqSender):
                 behind = self._upload(delivery, terms, held, pieces, stats)
         except BaseException:
             self._given_up |= self._objects - known
+            self._chain = Chain()  # an anchor comes next, and may need the room
+            self._delete_old()
             raise
         started_s = time.perf_counter()
         paths: dict[bytes, list[Told]] = {}
@@ -236,7 +241,10 @@ class StoreSender(ZmqSender):
             self._deleting = None
         old = self._objects - self._chain.keys - ({self._probe.key} if self._probe is not None else set())
         if old and self._store is not None:
-            self._deleting = self._store.delete(sorted(old)), old
+            try:
+                self._deleting = self._store.delete(sorted(old)), old
+            except WeightwireError as error:  # the update is as good without
+                logger.warning("weightwire: old objects of folder %s are left: %s", self._folder, error)
 
     def _opened(self) -> ObjectStore:
         if self._store is None:

@@ -73,7 +73,8 @@ def test_a_replica_is_caught_up_between_updates_and_then_costs_no_upload(start: 
         weights = stepped(weights, 1)
         manager.update(ShardSource(weights))
         second = start(WEIGHTWIRE_STORE_URL=url)
-        eventually(lambda: manager.versions().get(second.replica) == 2, "the new replica is caught up")
+        caught_up = [("current", 2)] * 2
+        eventually(lambda: [(each.state, each.version) for each in manager.replicas()] == caught_up, "the new replica")
         assert holds(second, weights)
         weights = stepped(weights, 2)
         assert manager.update(ShardSource(weights)).egress_bytes < 0.1 * NBYTES
