@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from inference_plugin.devices import start_thread
+from inference_plugin.net.gate import no_thread
 from inference_plugin.transports.base import Staging
 from inference_plugin.transports.bucket_staging import CANCEL_S, BucketStaging
 from inference_plugin.transports.delta import Base, DeltaReceiver, Name, make_changes
@@ -121,13 +122,13 @@ class StoreStaging(BucketStaging):
         self._error: WeightwireError | None = None
         self._thread: threading.Thread | None = None
         self._ending = threading.Lock()
-        self._closing = False
+        self._reads = self._closing = False
         self._is_named = False
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
         """Queues the bucket: its bytes are read in the background."""
         if self._error is not None:
-            raise copy.copy(self._error)  # one that is kept must not collect tracebacks
+            raise copy.copy(self._error)
         place = decode_as(bucket.lies_at, ObjectPlace)
         _check(self._manifest, bucket, place, payload)
         with self._changed:
@@ -135,7 +136,12 @@ class StoreStaging(BucketStaging):
             self._changed.notify_all()
         if self._thread is None:
             self._is_over(None, b"")
-            self._thread = start_thread(carried(self._run), name="weightwire-store-reader", stop=self.cancel)
+            self._reads = True
+            try:
+                self._thread = start_thread(carried(self._run), name="weightwire-store-reader", stop=self.cancel)
+            except RuntimeError as error:
+                self._reads = False
+                raise no_thread(error, "reading the store") from error
 
     def wait_for(self, pieces: Sequence[Piece], cancelled: threading.Event) -> None:
         """Waits until all that was told is read. Raises the error that ended the reading."""
@@ -160,7 +166,7 @@ class StoreStaging(BucketStaging):
             raise
         if not self._is_named:  # else it is the way back
             assert self._memory is not None
-            self._is_named = True
+            self._is_named, self._base = True, None
             self._is_over(Base(self._terms.name, self._memory, frozenset()), b"")
         return nbytes
 
@@ -173,7 +179,7 @@ class StoreStaging(BucketStaging):
         self.cancel()
         with self._ending:
             self._closing = True
-            if self._thread is None or not self._thread.is_alive():
+            if not self._reads:
                 self._free()
 
     # --- the thread that reads ---------------------------------------------------------------------------------------
@@ -182,11 +188,12 @@ class StoreStaging(BucketStaging):
         try:
             self._read_all()
         except Exception as error:  # noqa: BLE001 -- raised by `wait_for`, which the trainer asks for
-            self._error = WeightwireError.wrap(error)
+            self._error = copy.copy(WeightwireError.wrap(error))  # a traceback would hold the memory
             if isinstance(error, ProtocolError | DigestMismatch) and not self._cancelled.is_set():
                 self._is_over(None, self._terms.name)
         finally:
             with self._ending:
+                self._reads = False
                 if self._closing:
                     self._free()
 

@@ -4,12 +4,15 @@ what is sealed is bit for bit what the trainer meant."""
 from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
 import random
 import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -629,3 +632,26 @@ def test_changes_of_what_a_worker_does_not_hold_are_never_sealed(worker: Worker,
     pair.txn = "t"
     with pytest.raises((ProtocolError, DigestMismatch)):
         pair.seal(worker, [piece])
+
+
+def test_memory_is_free_at_once_where_changes_were_refused(worker: Worker) -> None:
+    """Not only when Python next collects its cycles, of which an error's traceback may be a part."""
+    tensors = {"w": any_bits(torch.bfloat16, 8)}
+    pair = pair_of(worker)
+    pair.update(tensors)
+    StrangeStore.after_read = staticmethod(lambda path, data: data if path.endswith("probe") else b"\xff" * len(data))
+    gc.collect()
+    gc.disable()
+    try:
+        pieces, _ = pair.write(changed(tensors, 1))
+        with pytest.raises(ProtocolError, match="a change of element"):
+            pair.seal(worker, pieces)
+        pair.abort()
+        held = [weakref.ref(each) for each in gc.get_objects() if isinstance(each, mmap.mmap) and len(each) == 4096]
+        assert len(held) == 1
+        with worker.channel() as channel:
+            channel.request(Release("policy"), Done, timeout_s=30)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    pair.close()
