@@ -110,8 +110,8 @@ class StoreStaging(BucketStaging):
         refused: bytes,
         is_over: Callable[[Base | None, bytes], None],
     ) -> None:
-        """Before the first bucket. `is_over` hears of the next update's base and of what was refused: as soon as bytes are to
-        arrive, and once they were compared, or could not be made."""
+        """Before the first bucket. `is_over` hears of the next update's base, and of what was refused: as soon as bytes are to
+        arrive (the base stays unless it lies in this memory), and once they were compared, or could not be made."""
         self._terms, self._store, self._base, self._is_over = terms, store, base, is_over
         held = Holds(base.name if base is not None else b"", refused)
         self.landing = msgspec.msgpack.encode(held) if held != Holds() else b""
@@ -135,7 +135,8 @@ class StoreStaging(BucketStaging):
             self._told.append((bucket, place))
             self._changed.notify_all()
         if self._thread is None:
-            self._is_over(None, b"")
+            base = self._base
+            self._is_over(None if base is None or base.memory is self._memory else base, b"")
             self._reads = True
             try:
                 self._thread = start_thread(carried(self._run), name="weightwire-store-reader", stop=self.cancel)

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import torch
 
-from inference_plugin.transports import chain, registry
+from inference_plugin.transports import chain, objects, registry
 from inference_plugin.transports.objects import ByteRange, ObjectStore, merged_ranges
 from inference_plugin.transports.store import TRANSPORT
 from inference_plugin.wire.config import Config
@@ -154,6 +154,26 @@ def test_a_worker_that_comes_late_reads_of_each_piece_what_lies_after_it_was_who
     pair.close()
     for worker in workers:
         worker.close()
+
+
+def test_an_update_that_is_dropped_costs_no_second_reading_where_the_bytes_before_are_kept(
+    directory: Path, place: Path
+) -> None:
+    worker = Worker(f"ipc://{directory}/w", lambda _: KeepingInstaller(keeps_previous=True))
+    tensors = {"w": any_bits(torch.bfloat16, 100, 1000)}
+    pair = pair_of(worker)
+    for seed in range(2):
+        pair.update(tensors := changed(tensors, seed))
+    for sealed in (False, True):
+        pieces, _ = pair.write(tensors := changed(tensors, 2))
+        if sealed:
+            pair.seal(worker, pieces)
+        pair.abort()
+        StrangeStore.reads.clear()
+        pair.update(tensors := changed(tensors, 3 + sealed))
+        assert sum(end - start for _, start, end in StrangeStore.reads) < 0.2 * 200_000
+    pair.close()
+    worker.close()
 
 
 def test_a_worker_reads_only_what_it_needs_and_what_lies_close_to_it_at_once(directory: Path, place: Path) -> None:
@@ -515,6 +535,19 @@ def test_a_store_that_cannot_be_used_is_a_typed_error(url: str, words: str, hint
     assert hint in raised.value.hint and url in raised.value.message
     assert not Path("/no").exists()
     sender.close()
+
+
+def test_calls_that_never_come_back_have_a_limit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MOST_CALLS", 3)
+    store, gate = ObjectStore(os.environ["WEIGHTWIRE_STORE_URL"]), Gate()
+    StrangeStore.before_write = staticmethod(gate)
+    gate.shut()
+    calls = [store.write(f"a/{i}", b"x") for i in range(3)]
+    with pytest.raises(SyncTimeout, match="3 calls have not come back"):
+        store.write("a/b", b"x")
+    gate.open()
+    eventually(lambda: all(call.done() for call in calls), "their end")
+    store.result(store.write("a/b", b"x"), "writing", time.monotonic() + 10)
 
 
 def test_an_error_of_the_probe_is_told_to_all_replicas_of_an_update_at_once(
