@@ -299,10 +299,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.findings.wrote(dest, Fill(region, value, target.dtype))
 
     def _is_number(self, tensor: Tensor) -> bool:
-        """Whether this is a whole checkpoint tensor of one floating-point element."""
-        return tensor.nbytes == tensor.untyped_storage().nbytes() and (
-            storage_id(tensor) in self._sources and tensor.is_floating_point() and tensor.numel() == 1
-        )
+        """Whether this is one floating-point element of a checkpoint tensor: all of it, or all of a rank's part of it."""
+        return storage_id(tensor) in self._sources and tensor.is_floating_point() and tensor.numel() == 1
 
     def _number(self, tensor: Tensor) -> float:
         """A number that no other load was given, in place of the value of `tensor`. If the loader fills something with it, this

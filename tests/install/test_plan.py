@@ -385,6 +385,14 @@ def test_a_number_that_the_loader_reads_and_fills_in_is_a_copy(dtype: torch.dtyp
     assert plan.uncovered == {}
 
 
+def test_the_only_number_of_a_ranks_part_that_the_loader_fills_in_is_a_copy() -> None:
+    """As the decay of the only head that a rank has."""
+    case = Case(lambda: Bag({"a": (1,)}), lambda m, n, t: fill_in(m, n, t.narrow(0, 1, 1)), {"a": (2,)})
+    plan = case.check()
+    assert [(p.source.tensor, p.source.offset, p.dest.tensor) for p in plan.placements] == [("a", 1, "a")]
+    assert plan.needs()["a"].offsets == (1,)
+
+
 def test_a_number_of_another_dtype_is_refused_where_it_is_filled_in() -> None:
     plan = Case(lambda: Bag({"s": ()}), fill_in, {"s": (1,)}, s=BF16).trace()
     assert plan.dtype_conflicts == {"s": "the trainer sends torch.bfloat16, the engine holds torch.float32 in s"}
@@ -561,7 +569,6 @@ def swallow(do: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
-        (lambda p, t: p.data.fill_(t[0, 0].item()), "reads the values of w"),
         (lambda p, t: p.data.copy_(t) if t.sum() > 0 else None, "reads the values of w"),
         (lambda p, t: p.data.copy_(torch.tensor(t.tolist())), "no data"),
         (lambda p, t: p.data.copy_(torch.from_numpy(t.numpy())), "numpy"),
