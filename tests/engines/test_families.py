@@ -41,6 +41,7 @@ SGLANG: list[tuple[str, InstallPolicy]] = [
     *((name, "standby") for name in ("gpt_oss", "gemma4", "qwen3_next", "qwen3_moe-fp8-by-sglang", "kimi-k2.5")),
     *((name, "copy") for name in ("llama-fp8-by-sglang", "qwen3-fp8-blocks", "llama-fp8-static", "kimi_linear")),
     ("longcat_flash", "copy"),
+    ("bailing_moe_v3", "copy"),
     # as on a GPU
     ("glm_moe_dsa-fp8-blocks", "standby"),
     ("qwen3_moe-w4a16", "copy"),

@@ -24,6 +24,7 @@ from tests.support.multimodal_more import MORE
 from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
 from tests.support.quantised import FOR_BOTH, FOR_SGLANG, FOR_VLLM, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
+from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
@@ -1390,6 +1391,17 @@ FAMILIES: dict[str, Family] = {
                 gpu_class="deepseek_v4" if name.startswith("deepseek_v4") else "",
             )
             for name, (medium, answer) in (REMOTE_TEXT | TEXT_ONLY).items()
+        ),
+        *(
+            Family(
+                name,
+                medium.make,
+                vllm=medium.vllm,
+                sglang=_configured(**OF_A_CPU.get(name, {})) | {"attention_backend": "torch_native"},
+                stand_ins=True,
+                gpu_class="bailing",
+            )
+            for name, medium in HYBRIDS.items()
         ),
         # models that read images or hear sounds
         *(

@@ -88,17 +88,8 @@ def give(package: str) -> None:
     torch.cuda.Stream = torch.cuda.Event = _OfCuda  # type: ignore[assignment, misc]
     index_group._create_side_stream = lambda device: _OfCuda()
     index_group._create_event = _OfCuda
-    with _packages():
-        chooses = importlib.import_module(f"vllm.models.{package}")
-        nvidia = importlib.import_module(f"vllm.models.{package}.nvidia.model")
-        if package == "kimi_k3":
-            os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
-    for name, of_gpus in CLASSES[package].items():
-        setattr(chooses, name, getattr(nvidia, of_gpus))
-    if package == "deepseek_v4":
-        sys.modules[f"vllm.models.{package}.nvidia.flashmla"].compute_fp8_einsum_recipe = lambda: ((1, 128, 128), False)
-    if package == "qwen4_exp":
-        sys.modules[f"vllm.models.{package}.nvidia.qsa"].is_flash_attn_varlen_func_available = lambda: True
+    if CLASSES[package]:
+        _take_classes(package)
     platform, choose, start = type(current_platform), current_platform.get_attn_backend_cls, CPUWorker.init_device
 
     def chosen(cls: Any, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
@@ -118,6 +109,20 @@ def give(package: str) -> None:
     cpu_mla.CPUMLABackend.supports_block_size = classmethod(lambda cls, block_size: True)
 
 
+def _take_classes(package: str) -> None:
+    with _packages():
+        chooses = importlib.import_module(f"vllm.models.{package}")
+        nvidia = importlib.import_module(f"vllm.models.{package}.nvidia.model")
+        if package == "kimi_k3":
+            os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
+    for name, of_gpus in CLASSES[package].items():
+        setattr(chooses, name, getattr(nvidia, of_gpus))
+    if package == "deepseek_v4":
+        sys.modules[f"vllm.models.{package}.nvidia.flashmla"].compute_fp8_einsum_recipe = lambda: ((1, 128, 128), False)
+    if package == "qwen4_exp":
+        sys.modules[f"vllm.models.{package}.nvidia.qsa"].is_flash_attn_varlen_func_available = lambda: True
+
+
 def _any_size(kv_cache_spec: Any = None) -> list[Any]:
     from vllm.v1.attention.backend import MultipleOf
 
@@ -132,9 +137,11 @@ CLASSES: dict[str, dict[str, str]] = {
     "deepseek_v4": {"DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM"},
     "kimi_k3": {"KimiLinearForCausalLM": "KimiLinearForCausalLM"},
     "hy_v4": {"HYV4ForCausalLM": "HYV4ForCausalLM"},
+    "bailing": {},
     "qwen4_exp": {"Qwen4ExpForCausalLM": "Qwen4ExpForCausalLM"},
 }
-"""By package: names under which vLLM looks for classes, and the names of those for GPUs."""
+"""By package: names under which vLLM looks for classes, and the names of those for GPUs. Ling's hybrids have one class, whose
+kernels and sizes of blocks no CPU has."""
 
 if asked := os.environ.get(VARIABLE):
     give(asked)

@@ -1,10 +1,10 @@
 """Multi-head latent attention in SGLang: the weights that its loaders derive from `kv_b_proj`, derived again for one module.
 
-DeepSeek-V2, -V3, their relatives and Kimi Linear derive them at the end of each load (`post_load_weights`), from the projection
-as the checkpoint has it, before a quantisation method post-processes that. Here the same method runs on a twin of the model in
-which one attention module is a stand-in. Methods that take no such choice run on a model of one layer, whose attention is the
-stand-in: Sarvam-MLA's, and LongCat-Flash's, which also scales two norms of each attention. MiniCPM3's loader derives them itself,
-and then removes the projection: it runs so too, without tensors.
+DeepSeek-V2, -V3, their relatives, Ling and Kimi Linear derive them at the end of each load (`post_load_weights`), from the
+projection as the checkpoint has it, before a quantisation method post-processes that. Here the same method runs on a twin of
+the model in which one attention module is a stand-in. Methods that take no such choice run on a model of one layer, whose
+attention is the stand-in: Sarvam-MLA's, and LongCat-Flash's, which also scales two norms of each attention. MiniCPM3's loader
+derives them itself, and then removes the projection: it runs so too, without tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,25 @@ _DERIVED = ("w_kc", "w_vc", "w_scale")
 
 _DRAFT_LAYER = "decoder"
 """A layer for multi-token prediction, the only one of a draft."""
+
+_MODULES = "sglang.srt.models."
+
+_KIMI = "kimi_linear", "KimiLinearForCausalLM"
+
+_KNOWN = (
+    ("deepseek_common.deepseek_weight_loader", "DeepseekV2WeightLoaderMixin"),
+    ("deepseek_nextn", "DeepseekV3ForCausalLMNextN"),
+    ("gigachat35", "GigaChat35ForCausalLM"),
+    ("glm5_next", "Glm5NextForConditionalGeneration"),
+    ("bailing_moe_linear", "BailingMoELinearForCausalLM"),
+    ("bailing_moe_v3", "BailingMoeV3ForCausalLM"),
+    _KIMI,
+)
+"""Models whose `post_load_weights` derives the weights of the layers that it is given, and does no more: SGLang's module, and
+the class. Ling 2.5 and 3 have their own."""
+
+_PARTS = ("self_attn", "attention")
+"""What an attention module is called in its layer."""
 
 _LONGCAT = "longcat_flash", "LongcatFlashForCausalLM"
 _SARVAM = "sarvam_moe", "SarvamMLAForCausalLM"
@@ -75,16 +94,16 @@ def latent_finishers(skeleton: nn.Module) -> Mapping[str, Callable[[nn.Module], 
     """What derives the weights of each latent attention module, by the module's name; each is called with a stand-in for it."""
     found: dict[str, Callable[[nn.Module], None]] = {}
     for name, model in _models(skeleton):
-        for layer in _layers(model.model):
-            attention = f"model.{layer}.self_attn"
-            if hasattr(model.get_submodule(attention), KV_PROJECTION):
+        for layer, part in itertools.product(_layers(model.model), _PARTS):
+            attention = f"model.{layer}.{part}"
+            if hasattr(getattr(model.get_submodule(f"model.{layer}"), part, None), KV_PROJECTION):
                 found[_below(name, attention)] = functools.partial(_derive, model, attention)
     for name, model in _of(skeleton, _SARVAM):
         for layer in _layers(model.model):
             found[_below(name, f"model.{layer}.self_attn")] = functools.partial(_derive_sarvam, model)
     for name, model in _of(skeleton, _LONGCAT):
-        for number, part in itertools.product(range(model.config.num_hidden_layers), range(2)):
-            attention = _below(name, f"model.layers.{number}.self_attn.{part}")
+        for number, half in itertools.product(range(model.config.num_hidden_layers), range(2)):
+            attention = _below(name, f"model.layers.{number}.self_attn.{half}")
             found[attention] = functools.partial(_derive_longcat, model, "")
             for norm in _NORMS:
                 found[f"{attention}.{norm}"] = functools.partial(_derive_longcat, model, norm)
@@ -104,21 +123,7 @@ def why_underivable(model: nn.Module) -> str | None:
 
 def _models(root: nn.Module) -> list[tuple[str, Any]]:
     """The models below `root` whose `post_load_weights` we know, by name."""
-    try:
-        from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
-    except ImportError:  # optional: the start has said what follows from that
-        return []
-    known = [DeepseekV2WeightLoaderMixin.post_load_weights]
-    with contextlib.suppress(ImportError):  # optional, too
-        from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
-
-        known.append(DeepseekV3ForCausalLMNextN.post_load_weights)
-    if (kimi := _kimi_linear()) is not None:
-        known.append(kimi.post_load_weights)
-    with contextlib.suppress(ImportError):  # optional, too
-        from sglang.srt.models.gigachat35 import GigaChat35ForCausalLM
-
-        known.append(GigaChat35ForCausalLM.post_load_weights)
+    known = [kind.post_load_weights for kind in map(_class_of, _KNOWN) if kind is not None]
     return [
         (name, module)
         for name, module in root.named_modules()
@@ -126,22 +131,16 @@ def _models(root: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _kimi_linear() -> Any:
-    """The class of Kimi Linear; None where SGLang lacks it."""
-    with contextlib.suppress(ImportError):  # optional, too
-        from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
-
-        return KimiLinearForCausalLM
-    return None
+def _class_of(which: tuple[str, str]) -> Any:
+    """A class of SGLang's models; None where SGLang lacks it, or has made no model of it."""
+    module, name = which
+    return getattr(sys.modules.get(_MODULES + module), name, None)
 
 
 def _of(root: nn.Module, which: tuple[str, str]) -> list[tuple[str, Any]]:
     """The models of this class at or below `root`, by name."""
-    module, kind = which
-    found = getattr(
-        sys.modules.get(f"sglang.srt.models.{module}"), kind, ()
-    )  # a model was made of it, or there is none
-    return [(name, model) for name, model in root.named_modules() if isinstance(model, found)]
+    kind = _class_of(which)
+    return [(name, model) for name, model in root.named_modules() if kind is not None and isinstance(model, kind)]
 
 
 def _below(root: str, name: str) -> str:
@@ -197,9 +196,9 @@ def _derive_by_a_load(stand_in: nn.Module) -> None:
 
 def _derive(model: Any, attention: str, stand_in: nn.Module) -> None:
     twin: Any = with_submodule(model, attention, stand_in)
-    if (kimi := _kimi_linear()) is not None and isinstance(model, kimi):
+    if _of(model, _KIMI):
         twin.config = SimpleNamespace(full_attention_layer_ids=[int(attention.split(".")[2])])
-        kimi.post_load_weights(twin)
+        type(model).post_load_weights(twin)
         return
     is_draft = _layers(model.model) == [_DRAFT_LAYER]
     type(model).post_load_weights(twin, is_nextn=is_draft, weight_names=[f"{attention}.{KV_PROJECTION}.weight"])
