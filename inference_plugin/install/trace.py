@@ -299,8 +299,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.findings.wrote(dest, Fill(region, value, target.dtype))
 
     def _is_number(self, tensor: Tensor) -> bool:
-        """Whether this is one floating-point element of a checkpoint tensor: all of it, or all of a rank's part of it."""
-        return storage_id(tensor) in self._sources and tensor.is_floating_point() and tensor.numel() == 1
+        """Whether this is one element of a checkpoint tensor, all of it or all of a rank's part of it, of a dtype that holds
+        the numbers of `_number`."""
+        has_room = tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64)
+        return storage_id(tensor) in self._sources and has_room and tensor.numel() == 1
 
     def _number(self, tensor: Tensor) -> float:
         """A number that no other load was given, in place of the value of `tensor`. If the loader fills something with it, this
@@ -308,7 +310,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         negative, and numbers in the proof are not: a loader that treats them differently fails the trace or the proof."""
         if not self._numbers:
             self._floats_before = {at: floats_among(found) for at, found in plain_numbers(self._model, self._boundary)}
-        number = -731.0 - next(_numbering) * 2.0**-20
+        step = next(_numbering)
+        number = -731.0 - step * 2.0**-20 if tensor.is_floating_point() else -731_000_000 - step
         self._numbers[number] = tensor
         self._unused_numbers.add(number)
         return number

@@ -372,7 +372,7 @@ def fill_in(model: nn.Module, name: str, tensor: Tensor) -> None:
     {**dict(model.named_parameters()), **dict(model.named_buffers())}[name].data.fill_(tensor.item())
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.int64])
 def test_a_number_that_the_loader_reads_and_fills_in_is_a_copy(dtype: torch.dtype) -> None:
     model = {f"p{i}": ((), dtype) for i in range(20)} | {"wide": ((3,), dtype)}
     tensors = dict.fromkeys([*model, "b"], (1,))

@@ -583,6 +583,29 @@ def test_a_number_that_the_loader_makes_of_a_weight_and_keeps_refuses_the_model_
             ModelInstaller(engine).open(manifest, "standby", partial=False)
 
 
+class FillingWhole(Filling):
+    """With whole numbers."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.int64), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "scale":
+                number = tensor.item()
+                self.scale.data.fill_(number)
+                self.inverse = number + 1
+            else:
+                Model.load_weights(self, [(name, tensor)])
+
+
+def test_a_whole_number_that_the_loader_fills_in_and_keeps_refuses_the_model_by_name() -> None:
+    manifest = manifest_of({**weights(0), "scale": torch.ones(1, dtype=torch.int64)})
+    with pytest.raises(EngineUnsupported, match=r"might leave behind: inverse\b"):
+        ModelInstaller(Engine(model=FillingWhole)).open(manifest, "standby", partial=False)
+
+
 def keep_in_a_kernel(live: Any) -> None:
     live.packed.quant_method.kernel.run_fast = live.embed.detach().to(torch.float16)
 
