@@ -20,9 +20,10 @@ from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, 
 from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
 from tests.support.multimodal import FAMILIES as MULTIMODAL
 from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
+from tests.support.multimodal_latest import FOR_GPUS, IN_VLLM_ONLY, LATEST
 from tests.support.multimodal_more import MORE
 from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
-from tests.support.quantised import FOR_BOTH, FOR_SGLANG, FOR_VLLM, FP8, QUANTISED
+from tests.support.quantised import FOR_BOTH, FOR_VLLM, FOUR_BITS, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
@@ -34,8 +35,8 @@ Answer = Literal["tokens", "embed", "classify", "token_embed", "token_classify"]
 Tensors = dict[str, torch.Tensor]
 Publish = Callable[[Tensors], Tensors]
 
-FORM = (".weight_shape", ".g_idx", ".qzeros")
-"""Tensors of quantised checkpoints that say how others are packed: the same in every version."""
+FORM = (".weight_shape", ".g_idx", ".qzeros", ".num_batches_tracked")
+"""Tensors that are the same in every version: how others of a quantised checkpoint are packed, and counts."""
 NOISE = 0.2
 """Weight of the noise that every tensor gets, beside the initialisation by transformers."""
 
@@ -1399,7 +1400,7 @@ FAMILIES: dict[str, Family] = {
                 vllm=medium.vllm,
                 sglang=_configured(**OF_A_CPU.get(name, {})) | {"attention_backend": "torch_native"},
                 stand_ins=True,
-                gpu_class="bailing",
+                gpu_class="own",
             )
             for name, medium in HYBRIDS.items()
         ),
@@ -1422,12 +1423,18 @@ FAMILIES: dict[str, Family] = {
                 | (INTERVAL if name.startswith(("qwen3.5", "minicpm-v4")) else {}),
                 torchvision=True,
                 stand_ins=True,
+                gpu_class=FOR_GPUS.get(name, ""),
+                sglang_for_gpus=name in FOR_GPUS,
                 medium="" if name in WITHOUT_MEDIA else "sound" if medium.sound else "image",
                 place=tuple(medium.prompt),
                 text=name not in WITHOUT_TEXT,
-                engines=("sglang",) if name in IN_SGLANG_ONLY else ("vllm",) if name in POOLED else ("vllm", "sglang"),
+                engines=("sglang",)
+                if name in IN_SGLANG_ONLY
+                else ("vllm",)
+                if name in (*POOLED, *IN_VLLM_ONLY)
+                else BOTH,
             )
-            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE | NEWEST | IN_SGLANG_ONLY).items()
+            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE | NEWEST | LATEST | IN_SGLANG_ONLY).items()
         ),
         *(
             Family(
@@ -1513,8 +1520,8 @@ FAMILIES: dict[str, Family] = {
             for scheme, maker in QUANTISED.items()
         ),
         *(
-            Family(name, maker, "tokens", "bfloat16", engines=("sglang",), sglang_for_gpus=True)
-            for name, maker in FOR_SGLANG.items()
+            Family(name, maker, "tokens", "bfloat16", sglang_for_gpus=True, gpu_class="marlin")
+            for name, maker in FOUR_BITS.items()
         ),
         *(Family(name, maker, "tokens", "bfloat16", WHOLE_PROMPTS, stand_ins=True) for name, maker in FP8.items()),
         *(

@@ -90,6 +90,8 @@ def give(package: str) -> None:
     index_group._create_event = _OfCuda
     if CLASSES[package]:
         _take_classes(package)
+    if package == "marlin":
+        _take_marlin()
     platform, choose, start = type(current_platform), current_platform.get_attn_backend_cls, CPUWorker.init_device
 
     def chosen(cls: Any, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
@@ -123,6 +125,26 @@ def _take_classes(package: str) -> None:
         sys.modules[f"vllm.models.{package}.nvidia.qsa"].is_flash_attn_varlen_func_available = lambda: True
 
 
+def _take_marlin() -> None:
+    """Experts in four bits, as the kernels named Marlin lay them out. Within a tile the order is the tests'."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16,
+    )
+
+    for method in (auto_awq, auto_gptq, compressed_tensors_moe_wna16):
+        method.select_wna16_moe_backend = lambda *_, **__: (WNA16MoEBackend.MARLIN, MarlinExperts)  # type: ignore[assignment]
+    _custom_ops.gptq_marlin_moe_repack = _custom_ops.awq_marlin_moe_repack = _repacked  # type: ignore[assignment]
+
+
+def _repacked(weights: torch.Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> torch.Tensor:
+    """In the kernel's shape."""
+    return weights.reshape(weights.shape[0], size_k // 16, size_n * (num_bits // 2)).clone()
+
+
 def _any_size(kv_cache_spec: Any = None) -> list[Any]:
     from vllm.v1.attention.backend import MultipleOf
 
@@ -137,11 +159,13 @@ CLASSES: dict[str, dict[str, str]] = {
     "deepseek_v4": {"DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM"},
     "kimi_k3": {"KimiLinearForCausalLM": "KimiLinearForCausalLM"},
     "hy_v4": {"HYV4ForCausalLM": "HYV4ForCausalLM"},
-    "bailing": {},
+    "minimax_m3": {name: name for name in ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")},
+    "own": {},
+    "marlin": {},
     "qwen4_exp": {"Qwen4ExpForCausalLM": "Qwen4ExpForCausalLM"},
 }
-"""By package: names under which vLLM looks for classes, and the names of those for GPUs. Ling's hybrids have one class, whose
-kernels and sizes of blocks no CPU has."""
+"""By package: names under which vLLM looks for classes, and the names of those for GPUs. "own": vLLM has one class, whose kernels
+and sizes of blocks no CPU has. "marlin": it takes these kernels for experts in four bits."""
 
 if asked := os.environ.get(VARIABLE):
     give(asked)

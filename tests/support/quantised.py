@@ -16,7 +16,7 @@ import torch
 from tests.support.checkpoints import Maker, gpt_oss, load, rewrite
 from tests.support.models import make_llama, make_qwen3, make_qwen3_moe
 
-__all__ = ["FOR_BOTH", "FOR_SGLANG", "FOR_VLLM", "FP8", "QUANTISED", "that_start", "w4a16"]
+__all__ = ["FOR_BOTH", "FOUR_BITS", "FOR_VLLM", "FP8", "QUANTISED", "that_start", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -305,10 +305,12 @@ FOR_VLLM: dict[str, Maker] = {
 """Formats that SGLang doesn't start with on a CPU, or that only vLLM has."""
 FOR_BOTH = ("llama-w4a16-asymmetric", "llama-compressed-fp8-static", "qwen3_moe-compressed-fp8-channels")
 """Of these, those that SGLang loads, too."""
-FOR_SGLANG: dict[str, Maker] = {
-    "qwen3_moe-w4a16": _llama(pack_quantized, _compressed("pack-quantized", INT4, None), make_qwen3_moe),
-    "qwen3_moe-gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}, make_qwen3_moe),
-    "qwen3_moe-awq": _llama(awq, AWQ | {"modules_to_not_convert": ["mlp.gate."]}, make_qwen3_moe),
+WIDE: dict[str, Any] = {"hidden_size": 128}
+"""The narrowest experts that vLLM's kernels named Marlin take."""
+FOUR_BITS: dict[str, Maker] = {
+    "qwen3_moe-w4a16": _llama(pack_quantized, _compressed("pack-quantized", INT4, None), make_qwen3_moe, **WIDE),
+    "qwen3_moe-gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}, make_qwen3_moe, **WIDE),
+    "qwen3_moe-awq": _llama(awq, AWQ | {"modules_to_not_convert": ["mlp.gate"]}, make_qwen3_moe, **WIDE),
 }
 QUANTISED: dict[str, Maker] = {
     "w4a16": w4a16(),

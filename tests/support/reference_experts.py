@@ -6,6 +6,7 @@ As `reference_kernels`: loading and post-processing are vLLM's own, what is comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -134,8 +135,10 @@ def _also_without_a_gate(check: Callable[[Any], None]) -> Callable[[Any], None]:
 def _without_a_gate(select: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(select)
     def selected(moe_config: Any) -> Any:
-        gated = moe_config.is_act_and_mul
-        return select(moe_config=moe_config) if gated else (UnquantizedMoeBackend.CPU, ReferenceExperts)
+        if moe_config.is_act_and_mul:
+            with contextlib.suppress(NotImplementedError):
+                return select(moe_config=moe_config)
+        return UnquantizedMoeBackend.CPU, ReferenceExperts
 
     return selected
 

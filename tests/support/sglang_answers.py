@@ -15,8 +15,8 @@ from sglang.srt.managers.scheduler import Scheduler  # type: ignore[import-not-f
 from tests.support import sglang_driver, sglang_latent
 from tests.support.reachable import reachable
 
-UNUSED = "embeddings.position_ids"
-"""SGLang's BERT leaves these as it got their memory, and reads them nowhere."""
+UNUSED = ("embeddings.position_ids", "_name_or_path")
+"""SGLang's BERT leaves the first as it got their memory, and reads them nowhere. The other is the checkpoint's directory."""
 
 
 def _write_state(scheduler: Any, *, directory: str) -> None:

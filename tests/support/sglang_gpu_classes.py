@@ -86,8 +86,8 @@ def give_marlin() -> None:
 
     packed: Any = sys.modules[schemes.CompressedTensorsWNA16.__module__]
     packed.gptq_marlin_repack = gptq_kernels.gptq_marlin_repack = awq_kernels.awq_marlin_repack = _repacked
-    awq_kernels.awq_marlin_moe_repack = lambda weights, perm, *sizes: torch.stack(
-        [_repacked(weight, None, *sizes) for weight in weights]
+    awq_kernels.awq_marlin_moe_repack = lambda weights, perm, *sizes, **named: torch.stack(
+        [_repacked(weight, None, *sizes, **named) for weight in weights]
     )
     marlin_utils.get_device_capability = moe_wna16.get_device_capability = lambda *_: HOPPER
     awq._is_cuda = True

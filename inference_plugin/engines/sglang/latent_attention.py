@@ -28,8 +28,8 @@ __all__ = ["KV_PROJECTION", "derive_nothing", "latent_finishers", "projections_k
 KV_PROJECTION = "kv_b_proj"
 """The submodule of an attention module whose weights the derived ones are made of."""
 
-_DERIVED = ("w_kc", "w_vc", "w_scale")
-"""The attributes in which MiniCPM3's loader keeps the derived weights."""
+_DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+"""The attributes in which attention modules keep the derived weights."""
 
 _DRAFT_LAYER = "decoder"
 """A layer for multi-token prediction, the only one of a draft."""
@@ -76,10 +76,16 @@ def derive_nothing(skeleton: nn.Module) -> None:
 
 @contextlib.contextmanager
 def projections_kept(skeleton: nn.Module) -> Iterator[None]:
-    """Around a load into `skeleton`: undoes what MiniCPM3's loader does to attention modules beside filling parameters."""
+    """Around a load into `skeleton`: undoes what the loaders of MiniCPM3 and GLM-5 Next do to attention modules beside filling
+    parameters. `derive_nothing` does not reach them."""
+    attentions = *_mini_attentions(skeleton).values(), *(m.get_submodule(at) for _, m, at in _attentions(skeleton))
     held = [
-        (attention, dict(attention._modules), {name: getattr(attention, name, None) for name in _DERIVED})
-        for attention in _mini_attentions(skeleton).values()
+        (
+            attention,
+            dict(attention._modules),
+            {name: getattr(attention, name) for name in _DERIVED if hasattr(attention, name)},
+        )
+        for attention in attentions
     ]
     try:
         yield
@@ -93,11 +99,8 @@ def projections_kept(skeleton: nn.Module) -> Iterator[None]:
 def latent_finishers(skeleton: nn.Module) -> Mapping[str, Callable[[nn.Module], None]]:
     """What derives the weights of each latent attention module, by the module's name; each is called with a stand-in for it."""
     found: dict[str, Callable[[nn.Module], None]] = {}
-    for name, model in _models(skeleton):
-        for layer, part in itertools.product(_layers(model.model), _PARTS):
-            attention = f"model.{layer}.{part}"
-            if hasattr(getattr(model.get_submodule(f"model.{layer}"), part, None), KV_PROJECTION):
-                found[_below(name, attention)] = functools.partial(_derive, model, attention)
+    for name, model, attention in _attentions(skeleton):
+        found[_below(name, attention)] = functools.partial(_derive, model, attention)
     for name, model in _of(skeleton, _SARVAM):
         for layer in _layers(model.model):
             found[_below(name, f"model.{layer}.self_attn")] = functools.partial(_derive_sarvam, model)
@@ -129,6 +132,14 @@ def _models(root: nn.Module) -> list[tuple[str, Any]]:
         for name, module in root.named_modules()
         if getattr(type(module), "post_load_weights", None) in known
     ]
+
+
+def _attentions(root: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The latent attention modules of these models: the model's name, the model, and the attention's name in it."""
+    for name, model in _models(root):
+        for layer, part in itertools.product(_layers(model.model), _PARTS):
+            if hasattr(getattr(model.get_submodule(f"model.{layer}"), part, None), KV_PROJECTION):
+                yield name, model, f"model.{layer}.{part}"
 
 
 def _class_of(which: tuple[str, str]) -> Any:
