@@ -185,13 +185,15 @@ with a request about an image in flight](support.md) says what else is known.
 
 The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *dots-ocr*, *step3-vl*, *nemotron_nas*, *nomic-embedding*,
 *gte-...*, *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and
-*minicpm-v2.6* have processors of the tests, and *granite-speech* ears of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the
-checkpoint which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
+*minicpm-v2.6* have processors of the tests, *granite-speech* ears of the tests. The adapter that vLLM adds to
+*jina-v5-embedding* while it loads is that of the checkpoint which the engine started from. Asked about an image, vLLM 0.32
+doesn't answer for *hunyuan-vl* in the packed layout.
 
-*deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear*, *minimax-m3* and *qwen4_exp_text* are tried with vLLM's classes
-for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*, *bailing_moe_v3* (Ling 2.5 and 3) and *glm5-next*, of
-which vLLM has one class, and experts in four bits, laid out as for Marlin. vLLM's own code makes, loads and post-processes them; the
-tests only replace vLLM's choice of a class and of a backend for attention, packages of kernels that are missing, and CUDA's streams.
+*deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear*, *minimax-m3* and *qwen4_exp_text* are tried with vLLM's
+classes for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*, *bailing_moe_v3* (Ling 2.5 and 3) and
+*glm5-next*, of which vLLM has one class, and experts in four bits, laid out as for Marlin. vLLM's own code makes, loads and
+post-processes them; the tests only replace vLLM's choice of a class and of a backend for attention, packages of kernels that
+are missing, and CUDA's streams.
 
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run
