@@ -26,6 +26,7 @@ from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT
 from tests.support.quantised import FOR_BOTH, FOR_VLLM, FOUR_BITS, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
+from tests.support.remote_media import REMOTE_MEDIA
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
@@ -1431,10 +1432,12 @@ FAMILIES: dict[str, Family] = {
                 engines=("sglang",)
                 if name in IN_SGLANG_ONLY
                 else ("vllm",)
-                if name in (*POOLED, *IN_VLLM_ONLY)
+                if name in (*POOLED, *IN_VLLM_ONLY, *REMOTE_MEDIA)
                 else BOTH,
             )
-            for name, medium in (MULTIMODAL | MORE | ASKED | REMOTE | NEWEST | LATEST | IN_SGLANG_ONLY).items()
+            for name, medium in (
+                MULTIMODAL | MORE | ASKED | REMOTE | REMOTE_MEDIA | NEWEST | LATEST | IN_SGLANG_ONLY
+            ).items()
         ),
         *(
             Family(

@@ -183,6 +183,7 @@ LATEST: dict[str, Medium] = {
             text_config={
                 "mhc": True, "mla_use_nope": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
                 "indexer_rope_interleave": True, "num_nextn_predict_layers": 0, "index_kpool_compress": True,
+                "first_k_dense_replace": 1, "moe_layer_freq": 1,
             }
         ),
         enable_prefix_caching=False,
