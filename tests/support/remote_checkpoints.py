@@ -113,7 +113,7 @@ def remote(
 LLAMA: Shapes = model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))
 
 
-def _qwen(at: str) -> Shapes:
+def qwen(at: str) -> Shapes:
     """A Qwen3 whose names begin with `at`."""
     shapes = model(
         lambda _: (
@@ -128,7 +128,7 @@ def _qwen(at: str) -> Shapes:
 
 def _internvl_chat() -> Medium:
     width = TOWER["hidden_size"]
-    shapes = _qwen("language_model.")
+    shapes = qwen("language_model.")
     shapes |= {
         "vision_model.embeddings.class_embedding": (1, 1, width),
         "vision_model.embeddings.patch_embedding.weight": (width, 3, 14, 14),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.models import SHAPE
-from tests.support.multimodal import TOWER, WIDTH, Medium
-from tests.support.remote_checkpoints import linear, norm, remote
+from tests.support.multimodal import TOWER, WIDTH, WORDS, Medium
+from tests.support.remote_checkpoints import linear, norm, qwen, remote
 from tests.support.written_checkpoints import NORMS, ROPE, Shapes, attention, mlp, model, norms
 
 __all__ = ["REMOTE_MEDIA"]
@@ -109,4 +109,51 @@ def _ernie() -> Medium:
     )  # fmt: skip
 
 
-REMOTE_MEDIA: dict[str, Medium] = {"ernie4.5-vl": _ernie()}
+OVIS_TOKENS = (
+    "<image>", "<video>", "<ovis_visual_atom>", "<ovis_image_start>", "<ovis_image_end>", "<ovis_video_start>",
+    "<ovis_video_end>", "<|image_pad|>",
+)  # fmt: skip
+
+
+def _ovis() -> Medium:
+    """Ovis 2.5: an image is a table of visual words. vLLM knows the numbers of its tokens, which this vocabulary lacks."""
+    shapes, words = qwen("llm."), 32
+    at = "visual_tokenizer.vit.vision_model"
+    shapes |= {f"{at}.embeddings.patch_embedding.weight": (NARROW, 3, 16, 16)}
+    shapes |= {f"{at}.embeddings.patch_embedding.bias": (NARROW,)}
+    shapes |= linear(f"{at}.embeddings.position_embedding", 16, NARROW, bias=False) | norm(
+        f"{at}.post_layernorm", width=NARROW
+    )
+    for number in range(2):
+        layer = f"{at}.encoder.layers.{number}"
+        shapes |= norm(f"{layer}.layer_norm1", f"{layer}.layer_norm2", width=NARROW)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= linear(f"{layer}.self_attn.{part}", NARROW, NARROW)
+        shapes |= linear(f"{layer}.mlp.fc1", 64, NARROW) | linear(f"{layer}.mlp.fc2", NARROW, 64)
+    shapes |= linear("visual_tokenizer.head.0", words - 4, 4 * NARROW, bias=False)
+    shapes |= norm("visual_tokenizer.head.1", width=words - 4) | {"vte.weight": (words, WIDTH)}
+    return remote(
+        "Ovis2_5",
+        {
+            "model_type": "ovis2_5", "hidden_size": WIDTH, "vocab_size": WORDS, "visual_vocab_size": words,
+            "tie_word_embeddings": False,
+            "text_config": SHAPE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False},
+            "vit_config": TOWER | {
+                "model_type": "siglip2_navit", "image_size": 64, "patch_size": 16, "num_patches": -1, "num_channels": 3,
+                "hidden_stride": 2, "temporal_patch_size": 1, "preserve_original_pe": True, "use_rope": True, "window_size": 112,
+                "fullatt_block_indexes": None, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+                "attention_dropout": 0.0,
+            },
+        },
+        shapes,
+        last=OVIS_TOKENS,
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "SiglipImageProcessor",  # transformers 5.19 resizes no image by the published one
+            }
+        },
+        name="Ovis2_5_Config", skip_mm_profiling=True,
+    )  # fmt: skip
+
+
+REMOTE_MEDIA: dict[str, Medium] = {"ernie4.5-vl": _ernie(), "ovis2.5": _ovis()}
