@@ -179,15 +179,16 @@ tensors, and the checkpoint has the published names and configuration. Others th
 name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel on a CPU: the tests multiply.
 
 Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
-sounds only, *kimi-k2.5*, *cohere2-vision*, *llama4-vision*, *llava-next-video*, *step3-vl* and *muse-glimmer* about text only),
-and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach. [Which of them were updated
+sounds only, *kimi-k2.5*, *cohere2-vision*, *llama4-vision*, *llava-next-video*, *minicpm-o2.6*, *muse-glimmer*, *ovis2.5* and
+*step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach. [Which of them were updated
 with a request about an image in flight](support.md) says what else is known.
 
-The configurations of *internvl-chat*, *kimi-vl*, *minicpm-v2.6*, *dots-ocr*, *step3-vl*, *nemotron_nas*, *nomic-embedding*,
-*gte-...*, *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *kimi-vl* and
-*minicpm-v2.6* have processors of the tests, *granite-speech* ears of the tests. The adapter that vLLM adds to
-*jina-v5-embedding* while it loads is that of the checkpoint which the engine started from. Asked about an image, vLLM 0.32
-doesn't answer for *hunyuan-vl* in the packed layout.
+The configurations of *internvl-chat*, *kimi-vl*, *minicpm-...2.6*, *ernie4.5-vl*, *ovis2.5*, *dots-ocr*, *step3-vl*,
+*bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*, *nomic-embedding*, *gte-...*, *snowflake-embedding* and
+*jina-v3-embedding* come as code in the checkpoint, as published ones do; *ernie4.5-vl*, *kimi-vl* and *minicpm-...2.6* have
+processors of the tests, *granite-speech* ears of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is
+that of the checkpoint which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the
+packed layout.
 
 *deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear*, *minimax-m3* and *qwen4_exp_text* are tried with vLLM's
 classes for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*, *bailing_moe_v3* (Ling 2.5 and 3) and

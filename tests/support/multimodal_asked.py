@@ -275,7 +275,16 @@ ASKED: dict[str, Medium] = {
         special={"image_token": HUNYUAN_TOKENS[1], "image_start_token": HUNYUAN_TOKENS[0], "image_end_token": HUNYUAN_TOKENS[2]},
     ),
 }  # fmt: skip
-WITHOUT_MEDIA = ("kimi-k2.5", "cohere2-vision", "llama4", "llava-next-video", "step3-vl", "muse-glimmer", "ovis2.5")
+WITHOUT_MEDIA = (
+    "kimi-k2.5",
+    "cohere2-vision",
+    "llama4",
+    "llava-next-video",
+    "step3-vl",
+    "muse-glimmer",
+    "ovis2.5",
+    "minicpm-o2.6",
+)
 """Models that are asked about text only."""
 WITHOUT_TEXT = ("whisper",)
 """Of these, those that answer about a sound only."""

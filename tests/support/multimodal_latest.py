@@ -192,5 +192,5 @@ LATEST: dict[str, Medium] = {
 }  # fmt: skip
 FOR_GPUS = {"glm5-next": "own", "minimax-m3": "minimax_m3"}
 """Of these, those that vLLM computes with on GPUs only, and what `gpu_classes` gives."""
-IN_VLLM_ONLY = ("minimax-m3",)
-"""Of these, those that are not tried in SGLang."""
+IN_VLLM_ONLY = ("minimax-m3", "minicpm-o2.6")
+"""Models that are not tried in SGLang."""

@@ -175,7 +175,7 @@ MINICPM_TOKENS = (
 SLICES = '''\
 import numpy as np
 import torch
-from transformers import BatchFeature, ImageProcessingMixin, ProcessorMixin
+from transformers import BatchFeature, ImageProcessingMixin, ProcessorMixin, WhisperFeatureExtractor
 from transformers.processing_utils import ImagesKwargs
 
 
@@ -211,11 +211,18 @@ class Processor(ProcessorMixin):
 
     def __init__(self, tokenizer=None, **_):
         super().__init__(tokenizer)
+        self.feature_extractor = WhisperFeatureExtractor(chunk_length=2)  # which MiniCPM-o asks for
 '''
 
 
-def _minicpm_v() -> Medium:
-    """MiniCPM-V 2.6, with a processor of the tests in place of the published one. Its resampler takes heads of 128."""
+def _minicpm_v(
+    architecture: str = "MiniCPMV",
+    model_type: str = "minicpmv",
+    more: Shapes | None = None,
+    **entries: Any,
+) -> Medium:
+    """MiniCPM-V 2.6, with a processor of the tests in place of the published one. Its resampler takes heads of 128. What
+    MiniCPM-o has beside it: `more` tensors, `entries` of the configuration, and what `prepares` sounds."""
     wide, narrow, at = 128, TOWER["hidden_size"], "vpm.encoder.layers"
     shapes = linear("llm.model.embed_tokens", WORDS, wide, bias=False) | linear("llm.lm_head", WORDS, wide, bias=False)
     shapes |= norms("llm.model.norm", width=wide)
@@ -244,9 +251,9 @@ def _minicpm_v() -> Medium:
     shapes |= {"resampler.query": (4, wide), "resampler.proj": (wide, wide)}
     shapes |= {"resampler.attn.in_proj_weight": (3 * wide, wide), "resampler.attn.in_proj_bias": (3 * wide,)}
     return remote(
-        "MiniCPMV",
+        architecture,
         {name: value for name, value in SHAPE.items() if name != "head_dim"} | {
-            "model_type": "minicpmv", "version": 2.6, "hidden_size": wide, "intermediate_size": 256, "num_attention_heads": 2,
+            "model_type": model_type, "version": 2.6, "hidden_size": wide, "intermediate_size": 256, "num_attention_heads": 2,
             "num_key_value_heads": 1, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu",
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "query_num": 4, "image_size": 56,
             "drop_vision_last_layer": False, "slice_mode": True, "use_cache": True, "batch_vision_input": True,
@@ -254,9 +261,10 @@ def _minicpm_v() -> Medium:
                 "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh",
                 "layer_norm_eps": 1e-6, "num_channels": 3, "attention_dropout": 0.0,
             },
-        },
-        shapes,
-        place=MINICPM_PLACE, last=MINICPM_TOKENS, special={"unk_token": "<unk>", "bos_token": "<s>"}, name="MiniCPMVConfig",
+        } | entries,
+        shapes | (more or {}),
+        place=MINICPM_PLACE, last=MINICPM_TOKENS, special={"unk_token": "<unk>", "bos_token": "<s>"},
+        name=f"{architecture}Config",
         files={
             "processing.py": SLICES,
             "preprocessor_config.json": {
@@ -265,6 +273,31 @@ def _minicpm_v() -> Medium:
             },
             "processor_config.json": {"processor_class": "Processor", "auto_map": {"AutoProcessor": "processing.Processor"}},
         },
+    )  # fmt: skip
+
+
+def _minicpm_o() -> Medium:
+    """MiniCPM-o 2.6: an encoder of sounds as Whisper's beside what MiniCPM-V has."""
+    narrow, at = TOWER["hidden_size"], "apm.layers"
+    shapes: Shapes = {"apm.conv1.weight": (narrow, 80, 3), "apm.conv2.weight": (narrow, narrow, 3)}
+    shapes |= {"apm.conv1.bias": (narrow,), "apm.conv2.bias": (narrow,), "apm.embed_positions.weight": (100, narrow)}
+    shapes |= norm("apm.layer_norm", width=narrow)
+    for number in range(2):
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= linear(f"{at}.{number}.self_attn.{part}", narrow, narrow, bias=part != "k_proj")
+        shapes |= linear(f"{at}.{number}.fc1", 4 * narrow, narrow) | linear(f"{at}.{number}.fc2", narrow, 4 * narrow)
+        shapes |= norm(f"{at}.{number}.self_attn_layer_norm", f"{at}.{number}.final_layer_norm", width=narrow)
+    shapes |= linear("audio_projection_layer.linear1", 128, narrow) | linear("audio_projection_layer.linear2", 128, 128)
+    return _minicpm_v(
+        "MiniCPMO",
+        "minicpmo",
+        shapes,
+        audio_config={
+            "model_type": "whisper", "d_model": narrow, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 4 * narrow, "num_mel_bins": 80, "max_source_positions": 100, "decoder_layers": 1,
+            "decoder_attention_heads": 2, "decoder_ffn_dim": narrow, "vocab_size": WORDS, "pad_token_id": 0,
+        },
+        audio_pool_step=2, audio_chunk_length=1.0, init_audio=True, init_vision=True, init_tts=False,
     )  # fmt: skip
 
 
@@ -471,6 +504,7 @@ def _nemotron_nas() -> Medium:
 REMOTE: dict[str, Medium] = {
     "internvl-chat": _internvl_chat(),
     "minicpm-v2.6": _minicpm_v(),
+    "minicpm-o2.6": _minicpm_o(),
     "kimi-vl": _kimi_vl(),
 }
 """Models that read images."""
