@@ -180,8 +180,8 @@ name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel
 
 Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
 sounds only, *kimi-k2.5*, *cohere2-vision*, *llama4-vision*, *llava-next-video*, *minicpm-o2.6*, *muse-glimmer*, *ovis2.5* and
-*step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach. [Which of them were updated
-with a request about an image in flight](support.md) says what else is known.
+*step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach.
+[Which of them were updated with a request about an image in flight](support.md) says what else is known.
 
 The configurations of *internvl-chat*, *kimi-vl*, *minicpm-...2.6*, *ernie4.5-vl*, *ovis2.5*, *dots-ocr*, *step3-vl*,
 *bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*, *nomic-embedding*, *gte-...*, *snowflake-embedding* and

@@ -45,6 +45,7 @@ SGLANG: list[tuple[str, InstallPolicy]] = [
     # as on a GPU
     ("glm_moe_dsa-fp8-blocks", "standby"),
     ("qwen3_moe-w4a16", "copy"),
+    ("glm5-next", "copy"),
 ]
 
 
@@ -65,7 +66,7 @@ def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
     assert (trial.outcome, trial.updates) == ("right", 5), trial
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32-fp8-blocks", "kimi_linear"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v32-fp8-blocks", "kimi_linear", "qwen3_moe-w4a16"])
 def test_a_family_that_vllm_has_for_gpus_only_holds_a_fresh_engine_s_weights_after_every_update(
     vllm: Host, tmp_path: Path, name: str
 ) -> None:
