@@ -523,7 +523,7 @@ def test_an_unknown_transport_is_refused_with_those_there_are(worker: Worker, tr
     with pytest.raises(TransportUnavailable, match="no transport is named 'pigeon'") as raised:
         trainer.open("pigeon")
     assert raised.value.hint.startswith(
-        "available: zone, shm, zmq, delta, store, collective, stream; not available: cuda_ipc: "
+        "available: zone, shm, zmq, delta, nixl, store, collective, stream; not available: cuda_ipc: "
     )
     assert worker.table.statuses() == ()
 
