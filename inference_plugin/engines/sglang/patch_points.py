@@ -34,7 +34,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.managers.scheduler_pp_mixin:SchedulerPPMixin.init_pp_loop_state", ("self",), why="makes `mbs`, `last_mbs` and `running_mbs`, which are read and set"),
     # pausing, caches, versions
     PatchPoint(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract, in_place; its `_engine_paused` is read, and `cur_batch_for_debug` set to None, as for a retraction; wrapped: while we hold the engine, a pause of the user's is noted"),
-    PatchPoint(_SCHEDULER + "continue_generation", ("recv_req",), "called; wrapped: while we hold the engine, its end is noted"),
+    PatchPoint(_SCHEDULER + "continue_generation", ("recv_req",), "called; wrapped: while we hold the engine, or its memory is released, the end of the pause is noted"),
     PatchPoint(_SCHEDULER + "maybe_send_health_check_signal", ("self",), "called while paused: health checks are answered"),
     PatchPoint(_SCHEDULER + "maybe_sleep_on_idle", ("self",), "called while paused"),
     PatchPoint("sglang.srt.managers.scheduler_components.idle_sleeper:IdleSleeper", why="of the scheduler's `idle_sleeper`: its `poller` gets our doorbell"),
