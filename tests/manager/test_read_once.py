@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
+from inference_plugin.wire import host_memory
+from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds
 from tests.support.plain_engine import checkpoint
@@ -39,6 +40,24 @@ def test_an_update_that_a_second_transport_joins_succeeds_at_once(start: Start) 
             manager.settings.catch_up = policy  # "always" keeps each version over shm too, for hosts that join
             updates.update(iter(checkpoint(version).items()), version)
             assert holds(rig, version)
+
+
+def test_a_model_that_does_not_fit_beside_itself_is_refused_and_no_other_rank_waits(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first update keeps what the generator yields; other ranks gather with it to its end."""
+    rig = start()
+    free = host_memory.free_host_bytes
+    with SyncManager(timeout_s=60) as manager:
+        updates = GeneratorUpdates(manager, None)
+        monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 1 << 20)
+        weights = iter(checkpoint(1).items())
+        with pytest.raises(TransportUnavailable, match="copy of the model of 64 MiB does not fit: 1 MiB are free"):
+            updates.update(weights)
+        assert next(weights, None) is None
+        monkeypatch.setattr(host_memory, "free_host_bytes", free)
+        updates.update(iter(checkpoint(1).items()))
+    assert holds(rig, 1)
 
 
 def test_no_generator_has_to_switch_gradients_off_by_itself(start: Start) -> None:

@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.reports import UpdateReport
 from inference_plugin.wire.tensors import bytes_view
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
 
 __all__ = ["GeneratorUpdates"]
+
+CHECKED_BYTES = 64 << 20
+"""Free memory is asked for each time that the copy of a model has grown by as much."""
+
+MEMORY = "the first update keeps what the generator yields: give rank 0's host more memory"
 
 
 class GeneratorUpdates:
@@ -135,7 +141,7 @@ class ReadOnce:
         elif self.reads == 1:
             yield from self._without_copies(given)
         else:
-            self._kept = [copied(pair) for pair in given]
+            self._kept = copies_of(given)
             yield from self._without_copies(self._kept)
 
     def _without_copies(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,6 +163,36 @@ class ReadOnce:
                     side="trainer",
                 )
             del tensor  # else it would live while the next one is made
+
+
+def copies_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """The pairs, their tensors copied into host memory. Reads to the end also where a copy fails, because other ranks gather with
+    this one. Raises `TransportUnavailable` if they don't fit."""
+    kept: list[tuple[str, torch.Tensor]] = []
+    failed: Exception | None = None
+    asked_bytes = 0
+    for pair in pairs:
+        if failed is not None:
+            continue
+        try:
+            if (nbytes := nbytes_of(pair)) > asked_bytes:
+                asked_bytes = max(nbytes, CHECKED_BYTES)
+                check_fits(asked_bytes, "more of rank 0's copy of the model", MEMORY)
+            asked_bytes -= nbytes
+            kept.append(copied(pair))
+        except Exception as error:  # noqa: BLE001 -- raised at the end
+            failed, kept = error, []
+        del pair  # before the next tensor is made
+    if failed is not None:
+        raise failed
+    return kept
+
+
+def nbytes_of(pair: Any) -> int:
+    match pair:
+        case (_, torch.Tensor() as tensor):
+            return int(tensor.nbytes)
+    return 0
 
 
 def copied(pair: Any) -> Any:
