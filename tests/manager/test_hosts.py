@@ -107,16 +107,18 @@ def test_a_manager_that_is_killed_and_started_again_finds_out_where_everyone_sta
     assert holds(fourth, cluster.version), "from another host, between updates"
 
 
-def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything_travels() -> None:
+@pytest.mark.parametrize("transport", ["delta", pytest.param("store", marks=pytest.mark.full)])
+def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything_travels(transport: str) -> None:
     with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
-        environment = joined(hosts, directory)
-        trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport="delta")
+        (store := directory / "store").mkdir()
+        environment = joined(hosts, directory) | {"WEIGHTWIRE_STORE_URL": f"file://{store}"}
+        trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport=transport)
         first = HostedReplica(hosts[1], directory / "a", environment, tp=2)
         second = HostedReplica(hosts[2], directory / "b", environment)
         assert len(trainer.ask("wait", count=2)) == 2
         for version, seed in ((1, 1), (2, 1), (3, 3), (4, 3)):  # half of them change nothing
             report = trainer.ask("update", version=version, seed=seed)
-            assert sorted(report.values()) == [["committed", "delta", ""]] * 2
+            assert sorted(report.values()) == [["committed", transport, ""]] * 2
             assert holds(first, seed) and holds(second, seed)
         second.host.cut()
         trainer.ask("update", version=5)
@@ -128,7 +130,7 @@ def test_between_hosts_what_did_not_change_stays_and_after_a_cut_link_everything
         assert holds(second, 5)
         for version, seed in ((6, 5), (7, 7)):
             report = trainer.ask("update", version=version, seed=seed)
-            assert sorted(report.values()) == [["committed", "delta", ""]] * 2
+            assert sorted(report.values()) == [["committed", transport, ""]] * 2
             assert holds(first, seed) and holds(second, seed)
 
 
