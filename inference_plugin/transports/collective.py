@@ -127,7 +127,7 @@ class CollectiveStaging(BucketStaging):
         self._group: Group | None = None
         self._device = in_use()
         self._queue = self._device.current_queue()
-        self._closing = False
+        self._closing = self._is_over = False
         self._ending = threading.Lock()
         self._thread = start_thread(carried(self._run), name="weightwire-collective", stop=self.close)
 
@@ -142,7 +142,7 @@ class CollectiveStaging(BucketStaging):
     def close(self) -> None:
         with self._ending:
             self._closing = True
-            if not self._thread.is_alive():
+            if self._is_over:
                 super().close()
                 return
         if (group := self._group) is not None:
@@ -170,6 +170,7 @@ class CollectiveStaging(BucketStaging):
         finally:
             self._group = None
             with self._ending:
+                self._is_over = True
                 if self._closing:
                     super().close()
 
