@@ -7,7 +7,8 @@
 4. a rank fills a bucket again once all workers that read it have answered or are lost. A lost one that reads on gets other bytes:
    it has no part in the update any more.
 
-A read that its transaction no longer waits for may still bring bytes: its buffer goes with its agent, and is not used again.
+A read that its transaction no longer waits for may still bring bytes. Its buffer is not used again, and its agent is closed only
+once it is over: over TCP, UCX aborts the process of a trainer that answers a read of an agent that has gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import torch
 from inference_plugin.transports.base import Delivery, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
 from inference_plugin.transports.lanes import Buffer, Lane, WriteTerms
-from inference_plugin.transports.nixl_agent import DEVICES, Agent, Reading, Registered, Span, named_devices, why_no_nixl
+from inference_plugin.transports.nixl_agent import (
+    DEVICES,
+    Agent,
+    GivenUp,
+    Registered,
+    Span,
+    close_when_over,
+    named_devices,
+    why_no_nixl,
+)
 from inference_plugin.transports.pieces import Bytes
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.zmq import ZmqSender
@@ -80,18 +90,33 @@ class Reader:
         self._agent: Agent | None = None
         self._peers: dict[bytes, str] = {}
         self._buffers: list[Registered | None] = [None, None]
+        self._given_up: dict[str, GivenUp] = {}
 
     def read(self, metadata: bytes, spans: Sequence[Span], is_unwanted: Callable[[], bool]) -> memoryview:
         """The bytes of `spans`, one after the other; they last until the read after the next. Raises `PeerLost`, and
         `VersionConflict` as soon as nobody wants them."""
+        try:
+            return self._read(metadata, spans, is_unwanted)
+        except (PeerLost, TransportUnavailable):
+            self.close()  # NIXL never connects again to a peer that it lost
+            raise
+
+    def _read(self, metadata: bytes, spans: Sequence[Span], is_unwanted: Callable[[], bool]) -> memoryview:
         agent = self._agent = self._agent or Agent()
         if (peer := self._peers.get(metadata)) is None:
             peer = self._peers[metadata] = agent.meet(metadata)
+        if (
+            before := self._given_up.get(peer)
+        ) is not None:  # a rank that stands still costs one buffer, not one per update
+            self._wait_for(peer, before, is_unwanted)
+            del self._given_up[peer]
+            agent.unregister(before.buffer)
         nbytes = sum(size for _, size in spans)
-        memory = self._next_buffer(agent, nbytes).memory
+        buffer = self._next_buffer(agent, nbytes)
         if nbytes:
-            self._wait_for(agent.read(peer, spans, memory.data_ptr()), is_unwanted)
-        return memory[:nbytes].numpy().data
+            reading = agent.read(peer, spans, buffer.memory.data_ptr())
+            self._wait_for(peer, GivenUp(reading, buffer), is_unwanted)
+        return buffer.memory[:nbytes].numpy().data
 
     def _next_buffer(self, agent: Agent, nbytes: int) -> Registered:
         self._buffers.reverse()
@@ -104,24 +129,22 @@ class Reader:
             buffer = self._buffers[0] = agent.register(wanted_bytes)
         return buffer
 
-    def _wait_for(self, reading: Reading, is_unwanted: Callable[[], bool]) -> None:
+    def _wait_for(self, peer: str, wanted: GivenUp, is_unwanted: Callable[[], bool]) -> None:
         wait_s = SHORTEST_WAIT_S
-        try:
-            while not reading.is_over():
-                if is_unwanted():
-                    reading.give_up()
-                    raise VersionConflict("the transaction was dropped")
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        except BaseException:
-            self.close()  # where the read may still bring bytes nobody looks
-            raise
+        while not wanted.reading.is_over():
+            if is_unwanted():
+                self._given_up[peer] = wanted
+                self._buffers = [None if each is wanted.buffer else each for each in self._buffers]
+                raise VersionConflict("the transaction was dropped")
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def close(self) -> None:
         """Frees everything; the next read begins anew."""
         agent, self._agent = self._agent, None
+        given_up, self._given_up = list(self._given_up.values()), {}
         if agent is not None:
-            agent.close()  # before the memory that it writes into goes
+            close_when_over(agent, given_up)
         self._peers.clear()
         self._buffers = [None, None]
 

@@ -14,6 +14,8 @@ import importlib.util
 import logging
 import mmap
 import os
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +24,17 @@ import torch
 from inference_plugin.net.addresses import new_replica_id
 from inference_plugin.wire.errors import PeerLost, TransportUnavailable
 
-__all__ = ["DEVICES", "Agent", "Reading", "Registered", "Span", "named_devices", "why_no_nixl"]
+__all__ = [
+    "DEVICES", "Agent", "GivenUp", "Reading", "Registered", "Span", "close_when_over", "named_devices", "why_no_nixl",
+]  # fmt: skip
 
 DEVICES = "UCX_NET_DEVICES"
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 """The first takes the one of the others that is for torch's CUDA. On a host without a GPU each works."""
+
+CLOSE_S = 1.0
+"""How long whoever closes waits for reads that were given up. Those of a living trainer end in milliseconds."""
 
 Span = tuple[int, int]
 """Address and number of bytes, of memory of one process."""
@@ -68,7 +75,7 @@ def _api() -> Any:
 
 
 class Reading:
-    """A read that was begun, until it `is_over` or given up."""
+    """A read that was begun. Its agent lives until it `is_over`."""
 
     def __init__(self, agent: Agent, handle: Any, state: str) -> None:
         self._agent, self._handle, self._state = agent, handle, state
@@ -79,17 +86,17 @@ class Reading:
             try:
                 self._state = self._agent.api.check_xfer_state(self._handle)
             except Exception as error:
-                self.give_up()
+                self._free()
+                self._state = "ERR"
                 raise _lost(error) from error
             if self._state == "PROC":
                 return False
-        self.give_up()
+        self._free()
         if self._state != "DONE":
             raise _lost(self._state)
         return True
 
-    def give_up(self) -> None:
-        """Frees it. The bytes of one that is not over may still come, until its agent is closed."""
+    def _free(self) -> None:
         handle, self._handle = self._handle, None  # NIXL's agent lives as long as a handle of its
         with contextlib.suppress(Exception):  # it frees what it could not with the agent
             if handle is not None:
@@ -159,6 +166,37 @@ class Agent:
         if self.api is not None:
             self.api.agent = None  # NIXL frees everything with its last reference
             self.api = None
+
+
+class GivenUp(NamedTuple):
+    """A read that nobody waits for, and the buffer that it may still write into."""
+
+    reading: Reading
+    buffer: Registered
+
+    def is_over(self) -> bool:
+        try:
+            return self.reading.is_over()
+        except PeerLost:
+            return True
+
+
+_unclosed: list[tuple[Agent, list[GivenUp]]] = []
+"""Agents that nobody uses any more, whose reads were not over yet."""
+_unclosed_lock = threading.Lock()
+
+
+def close_when_over(agent: Agent, given_up: list[GivenUp]) -> None:
+    """Closes the agent, and earlier ones, if their reads are over; else a later call does."""
+    until_s = time.monotonic() + CLOSE_S
+    while not all(each.is_over() for each in given_up) and time.monotonic() < until_s:
+        time.sleep(0.001)
+    with _unclosed_lock:
+        _unclosed.append((agent, given_up))
+        for entry in list(_unclosed):
+            if all(each.is_over() for each in entry[1]):
+                entry[0].close()  # before the memory that it writes into goes
+                _unclosed.remove(entry)
 
 
 def _lost(error: object) -> PeerLost:

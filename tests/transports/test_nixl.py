@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import torch
 from inference_plugin.net.channel import Channel
 from inference_plugin.transports import nixl_agent
 from inference_plugin.transports.base import Delivery
-from inference_plugin.transports.nixl import TRANSPORT, NixlReceiver, NixlSender, Place
+from inference_plugin.transports.nixl import TRANSPORT, NixlReceiver, NixlSender, Place, Probe
 from inference_plugin.transports.nixl_agent import Agent
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.config import Config
@@ -38,7 +39,7 @@ from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Abort, Begin, Begun, Bucket, Done, GroupOpened, OpenGroup, Sealed, Sender
 from inference_plugin.wire.tensors import bytes_view
-from tests.support.rig import eventually, fork, kill, stands_still
+from tests.support.rig import eventually, fork, gone, kill, stands_still
 from tests.support.worker import KeepingInstaller, Worker
 from tests.transports.cases import (
     CASES,
@@ -305,6 +306,60 @@ def test_a_read_from_a_rank_that_stops_ends_with_its_transaction_and_what_comes_
     worker.commit("u", 1)
     assert_equal_bytes(worker.installer.installed, tensors)
     worker.close()
+    kill(pid)
+
+
+def test_a_rank_lives_on_whose_reader_gave_up_and_closed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX, over TCP, aborts a process that answers a read of an agent that has gone."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    out = directory / "lent"
+    pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
+    eventually(out.exists, "memory to read")
+    metadata, start = msgspec.msgpack.decode(out.read_bytes())
+    probe = msgspec.msgpack.encode(Probe(metadata, start, bytes([7]) * 64, "lo"))
+    receiver = NixlReceiver()
+    receiver.check_probe(probe)
+    manifest = manifest_for({"w": any_bits(torch.int8, 64 << 20)})
+    staging = receiver.open(manifest, b"", [manifest.whole(0)])
+    bucket = Bucket(
+        "policy", "t", 0, 0, (Piece(manifest.whole(0), 0),), msgspec.msgpack.encode(Place(metadata, (start,)))
+    )
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: stands_still(pid), "the rank standing still")
+    staging.cancel()
+    for _ in range(2):
+        with pytest.raises(VersionConflict):
+            staging.receive(bucket, memoryview(b""))
+    staging.close()
+    receiver.close()
+    os.kill(pid, signal.SIGCONT)
+    other = NixlReceiver()
+    other.check_probe(probe)
+    other.close()
+    assert not gone(pid)
+    kill(pid)
+
+
+def test_a_cut_connection_costs_one_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    out = directory / "lent"
+    pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
+    eventually(out.exists, "memory to read")
+    metadata, start = msgspec.msgpack.decode(out.read_bytes())
+    probe = msgspec.msgpack.encode(Probe(metadata, start, bytes([7]) * 64, "lo"))
+    connections = psutil.Process().net_connections
+    before = {each.fd for each in connections("tcp")}
+    receiver = NixlReceiver()
+    receiver.check_probe(probe)
+    for each in connections("tcp"):
+        if each.fd not in before and each.status == psutil.CONN_ESTABLISHED:
+            with socket.socket(fileno=os.dup(each.fd)) as cut:
+                cut.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.2)  # UCX hears of it
+    with pytest.raises(TransportUnavailable):
+        receiver.check_probe(probe)
+    receiver.check_probe(probe)
+    receiver.close()
     kill(pid)
 
 
