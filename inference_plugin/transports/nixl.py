@@ -105,9 +105,8 @@ class Reader:
         agent = self._agent = self._agent or Agent()
         if (peer := self._peers.get(metadata)) is None:
             peer = self._peers[metadata] = agent.meet(metadata)
-        if (
-            before := self._given_up.get(peer)
-        ) is not None:  # a rank that stands still costs one buffer, not one per update
+        if (before := self._given_up.get(peer)) is not None:
+            # So a rank that stands still costs one buffer, not one per update.
             self._wait_for(peer, before, is_unwanted)
             del self._given_up[peer]
             agent.unregister(before.buffer)
