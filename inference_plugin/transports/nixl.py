@@ -13,6 +13,7 @@ once it is over: over TCP, UCX aborts the process of a trainer that answers a re
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -41,7 +42,7 @@ from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import PeerLost, ProtocolError, TransportUnavailable, VersionConflict
+from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, VersionConflict
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
@@ -92,29 +93,31 @@ class Reader:
         self._buffers: list[Registered | None] = [None, None]
         self._given_up: dict[str, GivenUp] = {}
 
-    def read(self, metadata: bytes, spans: Sequence[Span], is_unwanted: Callable[[], bool]) -> memoryview:
-        """The bytes of `spans`, one after the other; they last until the read after the next. Raises `PeerLost`, and
-        `VersionConflict` as soon as nobody wants them."""
+    def read(
+        self, metadata: bytes, spans: Sequence[Span], dropped: threading.Event, until_s: float = math.inf
+    ) -> memoryview:
+        """The bytes of `spans`, one after the other; they last until the read after the next. Raises `PeerLost`, `SyncTimeout` at
+        `until_s`, `VersionConflict` once they are `dropped`."""
         try:
-            return self._read(metadata, spans, is_unwanted)
+            return self._read(metadata, spans, dropped, until_s)
         except (PeerLost, TransportUnavailable):
             self.close()  # NIXL never connects again to a peer that it lost
             raise
 
-    def _read(self, metadata: bytes, spans: Sequence[Span], is_unwanted: Callable[[], bool]) -> memoryview:
+    def _read(self, metadata: bytes, spans: Sequence[Span], dropped: threading.Event, until_s: float) -> memoryview:
         agent = self._agent = self._agent or Agent()
         if (peer := self._peers.get(metadata)) is None:
             peer = self._peers[metadata] = agent.meet(metadata)
         if (before := self._given_up.get(peer)) is not None:
             # So a rank that stands still costs one buffer, not one per update.
-            self._wait_for(peer, before, is_unwanted)
+            self._wait_for(peer, before, dropped, until_s)
             del self._given_up[peer]
             agent.unregister(before.buffer)
         nbytes = sum(size for _, size in spans)
         buffer = self._next_buffer(agent, nbytes)
         if nbytes:
             reading = agent.read(peer, spans, buffer.memory.data_ptr())
-            self._wait_for(peer, GivenUp(reading, buffer), is_unwanted)
+            self._wait_for(peer, GivenUp(reading, buffer), dropped, until_s)
         return buffer.memory[:nbytes].numpy().data
 
     def _next_buffer(self, agent: Agent, nbytes: int) -> Registered:
@@ -128,14 +131,15 @@ class Reader:
             buffer = self._buffers[0] = agent.register(wanted_bytes)
         return buffer
 
-    def _wait_for(self, peer: str, wanted: GivenUp, is_unwanted: Callable[[], bool]) -> None:
+    def _wait_for(self, peer: str, wanted: GivenUp, dropped: threading.Event, until_s: float) -> None:
         wait_s = SHORTEST_WAIT_S
-        while not wanted.reading.is_over():
-            if is_unwanted():
+        while not wanted.reading.is_over():  # NIXL tells nobody of the end
+            if dropped.wait(wait_s) or time.monotonic() > until_s:
                 self._given_up[peer] = wanted
                 self._buffers = [None if each is wanted.buffer else each for each in self._buffers]
-                raise VersionConflict("the transaction was dropped")
-            time.sleep(wait_s)
+                if dropped.is_set():
+                    raise VersionConflict("the transaction was dropped")
+                raise SyncTimeout("a read was not over in time", phase="stage")
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def close(self) -> None:
@@ -154,7 +158,7 @@ class NixlStaging(BucketStaging):
     def begin(self, reader: Reader, thread: ThreadPoolExecutor) -> None:
         self._reader, self._thread = reader, thread
         self._placing: Future[None] | None = None
-        self._is_cancelled = threading.Event()
+        self._cancelled = threading.Event()
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
         place, manifest = decode_as(bucket.lies_at, Place), self._manifest
@@ -164,7 +168,7 @@ class NixlStaging(BucketStaging):
                 f"a bucket of {len(sizes)} pieces and {sum(sizes)} bytes, with {len(place.starts)} places"
             )
         spans = _joined(zip(place.starts, sizes, strict=True))
-        data = self._reader.read(place.metadata, spans, self._is_cancelled.is_set)
+        data = self._reader.read(place.metadata, spans, self._cancelled)
         self._wait_for_placing()
         self._placing = self._thread.submit(carried(self.receive_pieces), bucket.pieces, data)
 
@@ -173,7 +177,7 @@ class NixlStaging(BucketStaging):
         return super().check(manifest, pieces, between, threads)
 
     def cancel(self) -> None:
-        self._is_cancelled.set()
+        self._cancelled.set()
 
     def close(self) -> None:
         self.cancel()
@@ -213,11 +217,11 @@ class NixlReceiver(BucketReceiver):
         until_s = time.monotonic() + PROBE_S
         try:
             spans = [(offered.start, PROBE_BYTES)]
-            read = self._reader.read(offered.metadata, spans, lambda: time.monotonic() > until_s)
+            read = self._reader.read(offered.metadata, spans, threading.Event(), until_s)
             what = "" if read == offered.holds else "other bytes came"
         except PeerLost as error:
             what = error.message
-        except VersionConflict:
+        except SyncTimeout:
             what = f"nothing came in {PROBE_S:g} s"
         if what:
             raise TransportUnavailable(

@@ -207,7 +207,7 @@ class ObjectStore:
                         "waited for as long as the trainer's control_timeout_s says",
                         phase="stage",
                     ) from error
-            time.sleep(LOOK_AGAIN_S)
+            threading.Event().wait(LOOK_AGAIN_S)  # a store tells nobody of new objects
 
     def _delete(self, keys: Sequence[str], folder: bool) -> None:
         for start in range(0, len(keys), DELETED_AT_ONCE):
