@@ -263,14 +263,23 @@ def lend_memory(out: str) -> None:
     signal.pause()
 
 
-def test_a_read_from_a_rank_that_stops_ends_with_its_transaction_and_what_comes_late_goes_nowhere(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, sender: NixlSender
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # its process takes part in each read; shared memory is read without it
+@pytest.fixture
+def lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, bytes, int]]:
+    """The pid of such a rank, what NIXL must know to read there, and where its memory begins. Over TCP, so that its process takes
+    part in each read."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
     out = directory / "lent"
     pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
     eventually(out.exists, "memory to read")
     metadata, start = msgspec.msgpack.decode(out.read_bytes())
+    yield pid, metadata, start
+    kill(pid)
+
+
+def test_a_read_from_a_rank_that_stops_ends_with_its_transaction_and_what_comes_late_goes_nowhere(
+    directory: Path, lent: tuple[int, bytes, int], sender: NixlSender
+) -> None:
+    pid, metadata, start = lent
     worker = Worker(f"ipc://{directory}/w")
     tensors = {f"w{i}": any_bits(torch.int8, 4 << 20, seed=i) for i in range(8)}
     manifest = manifest_for(tensors)
@@ -306,16 +315,11 @@ def test_a_read_from_a_rank_that_stops_ends_with_its_transaction_and_what_comes_
     worker.commit("u", 1)
     assert_equal_bytes(worker.installer.installed, tensors)
     worker.close()
-    kill(pid)
 
 
-def test_a_rank_lives_on_whose_reader_gave_up_and_closed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_lives_on_whose_reader_gave_up_and_closed(lent: tuple[int, bytes, int]) -> None:
     """UCX, over TCP, aborts a process that answers a read of an agent that has gone."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    out = directory / "lent"
-    pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
-    eventually(out.exists, "memory to read")
-    metadata, start = msgspec.msgpack.decode(out.read_bytes())
+    pid, metadata, start = lent
     probe = msgspec.msgpack.encode(Probe(metadata, start, bytes([7]) * 64, "lo"))
     receiver = NixlReceiver()
     receiver.check_probe(probe)
@@ -337,15 +341,10 @@ def test_a_rank_lives_on_whose_reader_gave_up_and_closed(directory: Path, monkey
     other.check_probe(probe)
     other.close()
     assert not gone(pid)
-    kill(pid)
 
 
-def test_a_cut_connection_costs_one_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    out = directory / "lent"
-    pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
-    eventually(out.exists, "memory to read")
-    metadata, start = msgspec.msgpack.decode(out.read_bytes())
+def test_a_cut_connection_costs_one_read(lent: tuple[int, bytes, int]) -> None:
+    _, metadata, start = lent
     probe = msgspec.msgpack.encode(Probe(metadata, start, bytes([7]) * 64, "lo"))
     connections = psutil.Process().net_connections
     before = {each.fd for each in connections("tcp")}
@@ -360,15 +359,10 @@ def test_a_cut_connection_costs_one_read(directory: Path, monkeypatch: pytest.Mo
         receiver.check_probe(probe)
     receiver.check_probe(probe)
     receiver.close()
-    kill(pid)
 
 
-def test_a_rank_that_dies_while_it_is_read_is_a_typed_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    out = directory / "lent"
-    pid = fork("tests.transports.test_nixl:lend_memory", {"UCX_TLS": "tcp"}, out=str(out))
-    eventually(out.exists, "memory to read")
-    metadata, start = msgspec.msgpack.decode(out.read_bytes())
+def test_a_rank_that_dies_while_it_is_read_is_a_typed_error(lent: tuple[int, bytes, int]) -> None:
+    pid, metadata, start = lent
     agent = Agent()
     peer = agent.meet(metadata)
     into = agent.register(64 << 20)
@@ -379,9 +373,10 @@ def test_a_rank_that_dies_while_it_is_read_is_a_typed_error(directory: Path, mon
 
     def lost() -> bool:
         try:
-            return not reading.is_over() and False
+            reading.is_over()
         except PeerLost:
             return True
+        return False
 
     eventually(lost, "the end of the read")
     agent.close()
