@@ -153,7 +153,11 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
             source = model if rank in step["made_together"] else None
         began_s = time.monotonic()
         try:
-            report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)
+            report: Any
+            if "calls" in step:
+                report = [getattr(manager, call)() for call in step["calls"]]
+            else:
+                report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)
             seen = {
                 "ok": json.loads(json.dumps(report, default=lambda s: {f: getattr(s, f) for f in s.__struct_fields__}))
             }

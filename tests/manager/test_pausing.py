@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.messages import Body, Describe, RenewPause, ReplicaCard, Verified, Verify, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
+from tests.manager.test_ranks import Trainer, trainer
 from tests.support.commands import weightwire
 from tests.support.managers import SyncManager
 from tests.support.phases import fall_silent
@@ -34,6 +35,8 @@ from tests.support.rig import LONG_S, Rig, eventually, fork, kill
 from trainer_adapters import LocalSlice
 from trainer_adapters.fleet import asking, pauses
 from trainer_adapters.update import handle
+
+__all__ = ["trainer"]  # a fixture
 
 LEASE_S = 1.5
 
@@ -422,11 +425,12 @@ def test_a_replica_does_not_fall_asleep_under_an_update(start: Start, manager: S
     assert holds(rig, 1) and stands(rig, "serving")
 
 
-def test_above_rank_0_a_pause_is_nobodys_business(
-    start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_above_rank_0_a_pause_is_nobodys_business(start: Start, trainer: Callable[..., Trainer]) -> None:
     rig = start()
-    monkeypatch.setattr(manager, "_pauses", None)  # as on the other ranks
-    for call in (manager.pause, manager.sleep, manager.resume, manager.wake_up):
-        assert call().replicas == ()
+    calls = ["pause", "sleep", "resume", "wake_up"]
+    steps = [{"version": 0, "calls": calls, "only": [1]}, {"wait": "go on"}, {"version": 1}]
+    ranks = trainer(2, steps, timeout_s=60)
+    assert ranks.step(1, 0)["ok"] == [{"replicas": []}] * 4
     assert log(rig) == []
+    ranks.let("go on")
+    assert all("ok" in ranks.step(rank, 2) for rank in (0, 1)) and holds(rig, 1)
