@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.manager.trainer import Trainer
 from tests.support import poison
 from tests.support.rig import Rig, runtime
 
@@ -38,3 +39,17 @@ def start(directory: Path) -> Iterator[Start]:
     yield begin
     for rig in rigs:
         rig.end()
+
+
+@pytest.fixture
+def trainer(directory: Path) -> Iterator[Callable[..., Trainer]]:
+    """Starts trainers, with the arguments of `Trainer`; they end with the test."""
+    started: list[Trainer] = []
+
+    def begin(world: int, steps: list[dict[str, Any]], **options: Any) -> Trainer:
+        started.append(Trainer(directory, world, steps, **options))
+        return started[-1]
+
+    yield begin
+    for ranks in started:
+        ranks.end()

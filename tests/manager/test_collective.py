@@ -24,7 +24,8 @@ from inference_plugin.transports.interfaces import INTERFACE, serve_store
 from inference_plugin.transports.topology import Process
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
-from tests.manager.test_manager import Ranks, holds, source
+from tests.manager.test_manager import holds, source
+from tests.manager.trainer import Trainer
 from tests.support.devices import LateDevice
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
@@ -151,7 +152,7 @@ def test_every_worker_of_every_replica_holds_each_version(start: Start, install:
 
 def test_two_trainer_ranks_broadcast_what_each_holds(start: Start, directory: Path) -> None:
     rigs: list[Rig] = [start(tp=2), start(tp=1)]
-    ranks = Ranks(directory, [{"version": v} for v in (1, 2)], transport="collective")
+    ranks = Trainer(directory, 2, [{"version": v} for v in (1, 2)], transport="collective")
     for number in range(2):
         assert all("ok" in ranks.step(rank, number) for rank in range(2))
     assert all(holds(rig, 2) for rig in rigs)
@@ -159,8 +160,12 @@ def test_two_trainer_ranks_broadcast_what_each_holds(start: Start, directory: Pa
 
 def test_the_trainer_s_own_groups_are_as_they_were(start: Start, directory: Path) -> None:
     rig = start(tp=2)
-    ranks = Ranks(
-        directory, [{"version": 1}, {"version": 2, "fault": "raise"}, {"version": 3}], transport="collective", sums=True
+    ranks = Trainer(
+        directory,
+        2,
+        [{"version": 1}, {"version": 2, "fault": "raise"}, {"version": 3}],
+        transport="collective",
+        sums=True,
     )
     for number, outcome in enumerate(("ok", "error", "ok")):
         seen = [ranks.step(rank, number) for rank in range(2)]
@@ -201,7 +206,7 @@ def test_a_trainer_rank_lost_in_the_middle_is_a_typed_error_and_the_engines_keep
     start: Start, directory: Path, fault: str
 ) -> None:
     rig = start(tp=2)
-    ranks = Ranks(directory, [{"version": 1}, {"version": 2, "fault": fault}], transport="collective")
+    ranks = Trainer(directory, 2, [{"version": 1}, {"version": 2, "fault": fault}], transport="collective")
     assert "ok" in ranks.step(0, 0)
     seen = ranks.step(0, 1)
     assert seen["error"] in ("WeightwireError", "PeerLost") and seen["side"] in ("trainer", "manager"), seen

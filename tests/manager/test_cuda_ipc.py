@@ -15,13 +15,11 @@ from inference_plugin.devices import DEVICES, ByteCopy
 from inference_plugin.wire.errors import CommitFailed, DigestMismatch, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.tensors import bytes_view
 from tests.manager.conftest import Start
-from tests.manager.test_ranks import Trainer, trainer
 from tests.manager.test_zones import Watched, holds, source, ways
+from tests.manager.trainer import Trainer
 from tests.support.managers import SyncManager
 from tests.support.rig import Rig, eventually, kill, stands_still
 from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built, shared_allocations
-
-__all__ = ["trainer"]
 
 pytestmark = pytest.mark.skipif(not can_be_built(), reason="needs a C compiler")
 IPC = [("committed", "cuda_ipc", "standby")]

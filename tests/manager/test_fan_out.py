@@ -18,7 +18,8 @@ from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import OpenGroup
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
-from tests.manager.test_manager import Ranks, holds, source
+from tests.manager.test_manager import holds, source
+from tests.manager.trainer import Trainer
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import PlainModel, ShardSource, checkpoint, manifest_of
 from tests.support.rig import Rig, kill
@@ -115,7 +116,7 @@ def test_auto_sends_directly_to_few_and_by_a_tree_to_many(start: Start) -> None:
 
 def test_two_trainer_ranks_send_through_the_same_tree(start: Start, directory: Path) -> None:
     rigs = [*replicas(start, 3, tp=2), start(tp=1)]
-    ranks = Ranks(directory, [{"version": v} for v in (1, 2)], transport="zmq", fan_out="tree")
+    ranks = Trainer(directory, 2, [{"version": v} for v in (1, 2)], transport="zmq", fan_out="tree")
     for number in range(2):
         assert all("ok" in ranks.step(rank, number) for rank in range(2))
     assert all(holds(rig, 2) for rig in rigs)

@@ -26,13 +26,11 @@ from inference_plugin.wire.errors import (
 )
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
-from tests.manager.test_ranks import Trainer, trainer
+from tests.manager.trainer import Trainer
 from tests.support.plain_engine import checkpoint, manifest_of
 from tests.support.rig import ROOT, eventually
 from trainer_adapters import ExportAdapter, ModuleAdapter, SyncManager
 from trainer_adapters.fleet.fleet import leading
-
-__all__ = ["trainer"]  # a fixture
 
 
 @pytest.fixture

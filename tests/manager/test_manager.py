@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,9 +42,10 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Commit, Committed, Describe, ReplicaCard, WorkerCard
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
+from tests.manager.trainer import Trainer
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import TIED, ShardSource, checkpoint, digests_expected, manifest_of
-from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
+from tests.support.rig import ROOT, Rig, eventually, kill
 from tests.trainers.launching import run_ranks
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.update import machine
@@ -630,52 +630,6 @@ def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(start: Start, mo
 # --- several trainer ranks --------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Two ranks of a trainer, forked; each may be killed or stopped."""
-
-    def __init__(self, directory: Path, steps: list[dict[str, Any]], **options: Any) -> None:
-        self.out = directory / "ranks"
-        self.out.mkdir()
-        self.pids = [
-            fork(
-                "tests.manager.ranks:one_rank",
-                {"WEIGHTWIRE_RUNTIME_DIR": str(directory)},
-                rank=rank,
-                world=2,
-                directory=str(self.out),
-                steps=steps,
-                options={"timeout_s": 60} | options,
-            )
-            for rank in range(2)
-        ]
-
-    def step(self, rank: int, number: int) -> dict[str, Any]:
-        path = self.out / f"rank{rank}.step{number}"
-        seen: dict[str, Any] = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
-        return seen
-
-    def woken(self, rank: int, number: int) -> dict[str, Any]:
-        """`step` of a rank that stops itself in it: it may be late, and come to its stop only now."""
-        path = self.out / f"rank{rank}.step{number}"
-        eventually(lambda: (os.kill(self.pids[rank], signal.SIGCONT), path.exists())[1], path.name)
-        return self.step(rank, number)
-
-
-@pytest.fixture
-def trainer(directory: Path) -> Iterator[Callable[..., Ranks]]:
-    started: list[Ranks] = []
-
-    def begin(steps: list[dict[str, Any]], **options: Any) -> Ranks:
-        started.append(Ranks(directory, steps, **options))
-        return started[-1]
-
-    yield begin
-    for ranks in started:
-        for pid in ranks.pids:
-            if not gone(pid):
-                kill(pid)
-
-
 def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start: Start, directory: Path) -> None:
     """All cases in one launch. After each failure the old version is served and the next update works."""
     rigs = [start(tp=2), start(tp=1)]
@@ -719,10 +673,10 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "delta", "nixl"])
 def test_a_rank_killed_while_it_writes_ends_the_update_at_once_and_the_old_version_is_served(
-    start: Start, trainer: Callable[..., Ranks], transport: str
+    start: Start, trainer: Callable[..., Trainer], transport: str
 ) -> None:
     rig = start(tp=2)
-    ranks = trainer([{"version": 1}, {"version": 2, "fault": "kill"}], timeout_s=600, transport=transport)
+    ranks = trainer(2, [{"version": 1}, {"version": 2, "fault": "kill"}], timeout_s=600, transport=transport)
     seen = ranks.step(0, 1)
     assert (seen["error"], seen["side"], seen["rank"], seen["phase"]) == ("PeerLost", "trainer", 1, "stage")
     assert "trainer rank 1's process ended" in seen["text"]
@@ -733,10 +687,10 @@ def test_a_rank_killed_while_it_writes_ends_the_update_at_once_and_the_old_versi
 
 
 def test_the_manager_rank_killed_while_it_writes_is_noticed_by_ranks_and_workers(
-    start: Start, trainer: Callable[..., Ranks]
+    start: Start, trainer: Callable[..., Trainer]
 ) -> None:
     rig = start(tp=2)
-    ranks = trainer([{"version": 1}, {"version": 2, "fault": "kill", "at": 0}], timeout_s=600, lease_s=600)
+    ranks = trainer(2, [{"version": 1}, {"version": 2, "fault": "kill", "at": 0}], timeout_s=600, lease_s=600)
     seen = ranks.step(1, 1)
     assert (seen["error"], seen["side"], seen["rank"]) == ("PeerLost", "manager", 0)
     assert holds(rig, 1)
@@ -747,11 +701,11 @@ def test_the_manager_rank_killed_while_it_writes_is_noticed_by_ranks_and_workers
 
 
 def test_a_silent_rank_is_a_timeout_on_rank_0_and_the_next_update_works(
-    start: Start, trainer: Callable[..., Ranks]
+    start: Start, trainer: Callable[..., Trainer]
 ) -> None:
     rig = start(tp=2)
     steps = [{"version": 1}, {"version": 2, "fault": "stop", "timeout_s": 3}, {"version": 3}, {"version": 4}]
-    ranks = trainer(steps)
+    ranks = trainer(2, steps, timeout_s=60)
     seen = ranks.step(0, 1)
     assert "error" in seen, seen
     assert (seen["error"], seen["side"], seen["rank"]) == ("SyncTimeout", "trainer", 1)
@@ -765,12 +719,12 @@ def test_a_silent_rank_is_a_timeout_on_rank_0_and_the_next_update_works(
 
 
 def test_a_rank_waits_for_as_long_as_the_others_need_without_losing_its_answer(
-    start: Start, trainer: Callable[..., Ranks]
+    start: Start, trainer: Callable[..., Trainer]
 ) -> None:
     """A commit that drains may take longer than the time after which requests to workers are sent again."""
     rig = start(tp=2)
     rig.ask("hold")
-    ranks = trainer([{"version": 1}, {"version": 2}], timeout_s=60, resend_s=0.05)
+    ranks = trainer(2, [{"version": 1}, {"version": 2}], timeout_s=60, resend_s=0.05)
     eventually(lambda: waiting(rig), "the commit at the held step boundary")
     eventually(lambda: (ranks.out / "rank1.pid").exists(), "rank 1")
     time.sleep(0.3)  # six times the time to send again; whether it was enough decides nothing
@@ -782,10 +736,10 @@ def test_a_rank_waits_for_as_long_as_the_others_need_without_losing_its_answer(
 
 
 def test_a_rank_that_has_no_model_any_more_is_told_apart_from_one_that_is_late(
-    start: Start, trainer: Callable[..., Ranks]
+    start: Start, trainer: Callable[..., Trainer]
 ) -> None:
     start()
-    ranks = trainer([{"version": 1, "fault": "manifest raises", "at": 0}, {"version": 2}], timeout_s=60)
+    ranks = trainer(2, [{"version": 1, "fault": "manifest raises", "at": 0}, {"version": 2}], timeout_s=60)
     on_each = [ranks.step(rank, 0) for rank in (0, 1)]
     assert all("this rank has lost its model" in seen["text"] for seen in on_each), on_each
     assert all("ok" in ranks.step(rank, 1) for rank in (0, 1))

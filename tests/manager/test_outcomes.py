@@ -13,14 +13,11 @@ import torch
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, NotFinite, TornReplica
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
-from tests.manager.test_ranks import Trainer, trainer
+from tests.manager.trainer import Trainer
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import eventually, kill
 from trainer_adapters import Quorum, SyncManager
 from trainer_adapters.events import Events
-
-__all__ = ["trainer"]  # a fixture
-
 
 # --- a replica that did not take the update ---------------------------------------------------------------------------
 

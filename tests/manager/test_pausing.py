@@ -26,7 +26,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.messages import Body, Describe, RenewPause, ReplicaCard, Verified, Verify, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
-from tests.manager.test_ranks import Trainer, trainer
+from tests.manager.trainer import Trainer
 from tests.support.commands import weightwire
 from tests.support.managers import SyncManager
 from tests.support.phases import fall_silent
@@ -35,8 +35,6 @@ from tests.support.rig import LONG_S, Rig, eventually, fork, kill
 from trainer_adapters import LocalSlice
 from trainer_adapters.fleet import asking, pauses
 from trainer_adapters.update import handle
-
-__all__ = ["trainer"]  # a fixture
 
 LEASE_S = 1.5
 

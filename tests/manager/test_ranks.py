@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,73 +21,15 @@ from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout
 from inference_plugin.wire.messages import PROTOCOL_VERSION, Body, Failed, Ready, Wrote
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
+from tests.manager.trainer import Trainer
 from tests.support.plain_engine import ShardSource, checkpoint
-from tests.support.rig import eventually, fork, gone, kill
+from tests.support.rig import eventually
 from trainer_adapters import SyncManager
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.update.turns import Turns
 
 FAR_FROM_THE_DEADLINE_S = 60.0
 """Half of the default deadline: whoever took less was told, and didn't wait for it."""
-
-
-class Trainer:
-    """Ranks in processes of their own, each with the same list of steps; all limits are the default ones unless said."""
-
-    def __init__(
-        self,
-        directory: Path,
-        world: int,
-        steps: list[dict[str, Any]],
-        environment: dict[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        self.out = directory / "ranks"
-        self.out.mkdir()
-        self.pids = [
-            fork(
-                "tests.manager.ranks:one_rank",
-                {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | (environment or {}),
-                rank=rank,
-                world=world,
-                directory=str(self.out),
-                steps=steps,
-                options=options,
-            )
-            for rank in range(world)
-        ]
-
-    def note(self, name: str) -> dict[str, Any]:
-        path = self.out / name
-        seen: dict[str, Any] = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
-        return seen
-
-    def step(self, rank: int, number: int) -> dict[str, Any]:
-        return self.note(f"rank{rank}.step{number}")
-
-    def woken(self, rank: int, number: int) -> dict[str, Any]:
-        """`step` of a rank that stops itself in it: it may be late, and come to its stop only now."""
-        path = self.out / f"rank{rank}.step{number}"
-        eventually(lambda: (os.kill(self.pids[rank], signal.SIGCONT), path.exists())[1], path.name)
-        return self.step(rank, number)
-
-    def let(self, name: str) -> None:
-        (self.out / name).touch()
-
-
-@pytest.fixture
-def trainer(directory: Path) -> Iterator[Callable[..., Trainer]]:
-    started: list[Trainer] = []
-
-    def begin(world: int, steps: list[dict[str, Any]], **options: Any) -> Trainer:
-        started.append(Trainer(directory, world, steps, **options))
-        return started[-1]
-
-    yield begin
-    for ranks in started:
-        for pid in ranks.pids:
-            if not gone(pid):
-                kill(pid)
 
 
 V = [{"version": version} for version in range(10)]

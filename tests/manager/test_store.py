@@ -9,7 +9,7 @@ import pytest
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.manager.conftest import Start
 from tests.manager.test_delta import NBYTES, holds, stepped
-from tests.manager.test_ranks import Trainer
+from tests.manager.trainer import Trainer
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import eventually, kill

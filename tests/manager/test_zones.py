@@ -15,13 +15,11 @@ import pytest
 from inference_plugin.wire.errors import CommitFailed, SyncTimeout
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
-from tests.manager.test_ranks import Trainer, trainer
+from tests.manager.trainer import Trainer
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, stands_still
 from trainer_adapters import LocalSlice
-
-__all__ = ["trainer"]
 
 MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ (\d+) +/memfd:weightwire")
 
