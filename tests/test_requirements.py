@@ -315,7 +315,7 @@ def test_uv_finds_packages_where_pip_is_configured_to_and_its_own_variables_win(
     ],
 )
 def test_each_failure_of_uv_says_what_to_do(envs: ModuleType, said: str, advice: str) -> None:
-    assert advice in envs._hint(["Using Python 3.11", *said.splitlines()])
+    assert advice in envs.hint(["Using Python 3.11", *said.splitlines()])
 
 
 def test_another_python_is_refused_with_the_way_to_name_the_right_one(
@@ -351,15 +351,15 @@ def test_a_change_of_the_lock_or_of_pyproject_makes_the_set_up_run_again(
     shutil.copytree(ROOT / "tests" / "stand_ins", tmp_path / "tests" / "stand_ins")
     monkeypatch.setattr(envs, "ROOT", tmp_path)
     monkeypatch.setattr(envs, "LOCKS", tmp_path / "requirements")
-    seen = [envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"])]
-    assert envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"]) == seen[0]
+    seen = [envs.fingerprint("sglang", envs.ENVIRONMENTS["sglang"])]
+    assert envs.fingerprint("sglang", envs.ENVIRONMENTS["sglang"]) == seen[0]
     for name in [*files, "tests/stand_ins/weightwire_test_stand_ins.py"]:
         path = tmp_path / name
         text = path.read_text()
         path.write_text(
             text.replace('version = "0.1.0"', 'version = "0.1.1"') if name == "pyproject.toml" else text + "#\n"
         )
-        seen.append(envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"]))
+        seen.append(envs.fingerprint("sglang", envs.ENVIRONMENTS["sglang"]))
     assert len(set(seen)) == len(files) + 2
 
 
@@ -377,7 +377,7 @@ def test_two_who_need_the_demos_model_at_once_make_it_once(
         directory.mkdir()
         (directory / "model.safetensors").touch()
 
-    for name, stand_in in (("_download", lambda scratch: scratch), ("_convert", convert), ("_ask", lambda _: "Paris")):
+    for name, stand_in in (("download", lambda scratch: scratch), ("convert", convert), ("ask", lambda _: "Paris")):
         monkeypatch.setattr(smollm2, name, stand_in)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(smollm2.ensure, [tmp_path / "models" / "model"] * 2))

@@ -116,7 +116,7 @@ def ensure(name: str) -> Path:
     directory = VENVS / name
     python = directory / "bin" / "python"
     stamp = directory / ".weightwire-stamp"
-    wanted = _fingerprint(name, environment)
+    wanted = fingerprint(name, environment)
     if _read(stamp) == wanted and python.exists():
         return python
     VENVS.mkdir(exist_ok=True)
@@ -283,7 +283,7 @@ def run(command: list[str], failure: str, log: Path, environment: dict[str, str]
     if code:
         last = _last_lines(log, CHATTY_LINES)
         tail = "\n".join(f"    {line}" for line in last)
-        raise SetupError(f"{failure}.\n{tail}\n{_hint(last)}\nAll its output: {log}")
+        raise SetupError(f"{failure}.\n{tail}\n{hint(last)}\nAll its output: {log}")
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
@@ -297,7 +297,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return None
 
 
-def _hint(lines: list[str]) -> str:
+def hint(lines: list[str]) -> str:
     text = " ".join(" ".join(lines).split())  # uv breaks its lines anywhere
     if "No space left on device" in text:
         return "The disk is full: free some space and run it again."
@@ -337,7 +337,7 @@ def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _fingerprint(name: str, environment: Environment) -> str:
+def fingerprint(name: str, environment: Environment) -> str:
     """A hash of everything that decides the content of the environment."""
     import tomllib  # new in 3.11: an older Python must get as far as saying that it is too old
 

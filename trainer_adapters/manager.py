@@ -129,7 +129,7 @@ class SyncManager:
         )
         if catch_up == "always":
             transport_named("shm")  # an error now rather than in the first update
-        self._fleet: Fleet | None = None
+        self.fleet: Fleet | None = None
         self._pauses: Pauses | None = None
         self._catching_up: CatchingUp | None = None
         self._models, self._under_way = GivenModels(group, process_group), False
@@ -142,12 +142,12 @@ class SyncManager:
                     hint="catch_up='auto': replicas that join then wait for the next update",
                 )
             if ranks.rank == 0:
-                self._fleet = Fleet(settings, registry.take())
-                undo.callback(registry.give_back, self._fleet.registry)
-            self._context = context = RankContext(settings, ranks, self._fleet)
-            if self._fleet is not None:
-                self._pauses = Pauses(settings, self._fleet, context.trainer)
-                self._catching_up = CatchingUp(settings, self._fleet, context.events, context.trainer)
+                self.fleet = Fleet(settings, registry.take())
+                undo.callback(registry.give_back, self.fleet.registry)
+            self.context = context = RankContext(settings, ranks, self.fleet)
+            if self.fleet is not None:
+                self._pauses = Pauses(settings, self.fleet, context.trainer)
+                self._catching_up = CatchingUp(settings, self.fleet, context.events, context.trainer)
                 undo.callback(self._catching_up.close)
             self._thread = OperationThread(settings)
             undo.pop_all()
@@ -158,7 +158,7 @@ class SyncManager:
 
     @property
     def rank(self) -> int:
-        return self._context.ranks.rank
+        return self.context.ranks.rank
 
     def update(
         self,
@@ -213,7 +213,7 @@ class SyncManager:
         """Has `listener` called at an event, on rank 0, with the arguments in docs/trainers.md: "staged", "committed", "failed",
         "replica_joined", "replica_lost", "replica_state". Returns what removes it again. Raises `ArgumentError`."""
         self._thread.check_open()
-        return self._context.events.on(event, listener)
+        return self.context.events.on(event, listener)
 
     def verify(self, model: Sendable, *, dtype: torch.dtype | str | None = None, hf_config: Any = None) -> VerifyReport:
         """Compares every replica's parameters with the model, byte for byte, in engine coordinates. Arguments as in `update`.
@@ -272,19 +272,19 @@ class SyncManager:
     def discover(self) -> list[ReplicaCard]:
         """The living replicas that the manager is for: this host's, on rank 0 also those registered at `WEIGHTWIRE_REGISTRY`."""
         self._thread.check_open()
-        return self._fleet.cards() if self._fleet is not None else self.settings.chosen(addresses.discover())
+        return self.fleet.cards() if self.fleet is not None else self.settings.chosen(addresses.discover())
 
     def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
         """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`, RuntimeError on other ranks. Not
         collective: if other ranks call `update` meanwhile, their `timeout_s` runs."""
         self._thread.check_open()
-        return leading(self._fleet).wait(count, timeout_s)
+        return leading(self.fleet).wait(count, timeout_s)
 
     def replicas(self) -> list[ReplicaStatus]:
         """Rank 0: every replica and what is known of it, without asking any: an update by another manager shows in `versions()`.
         The last 32 lost replicas are listed as well. Any thread, also during an update. RuntimeError on other ranks."""
         self._thread.check_open()
-        return leading(self._fleet).statuses()
+        return leading(self.fleet).statuses()
 
     def versions(self) -> dict[str, int | None]:
         """Asks all living replicas at once which version they serve. None stands for a replica before its first update, a torn
@@ -333,7 +333,7 @@ class SyncManager:
     def _update(
         self, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
     ) -> UpdateReport:
-        context = self._context
+        context = self.context
         if self._thread.is_closing:
             source = FailingSource(ManagerClosed("the manager was closed before this update began", side="manager"))
         named = {"rank": self.rank, "group": self.group, "version": version}
@@ -342,10 +342,10 @@ class SyncManager:
         try:
             with under(trace):
                 report = take_part(context, source, version, pending, deadline_s)
-            if self._fleet is None:
+            if self.fleet is None:
                 return report
         except WeightwireError as error:
-            if self._fleet is not None:
+            if self.fleet is not None:
                 context.events.tell("failed", group=self.group, version=error.version, error=error)
             raise
         finally:
@@ -363,12 +363,12 @@ class SyncManager:
         return failure_of(report, self.settings.on_failure, self.settings.stragglers)
 
     def _verify(self, source: WeightSource, deadline_s: float) -> VerifyReport:
-        context = self._context
+        context = self.context
         context.begin(deadline_s)
         self._under_way = True
 
         def attempt() -> VerifyReport:
-            if self._fleet is None:
+            if self.fleet is None:
                 return decode_as(follow(context, "verify", source), VerifyReport)
             work: Callable[[Manifest], VerifyReport] = lambda manifest: verify(context, source, manifest)  # noqa: E731
             return lead(context, "verify", source, work, lambda _: None, group=self.group, phase="verify")
@@ -387,14 +387,14 @@ class SyncManager:
 
     def _close(self) -> None:
         self._models.close()
-        steps: list[Callable[[], None]] = [self._context.close]
-        if (fleet := self._fleet) is not None and self._pauses is not None and self._catching_up is not None:
+        steps: list[Callable[[], None]] = [self.context.close]
+        if (fleet := self.fleet) is not None and self._pauses is not None and self._catching_up is not None:
             steps = [self._pauses.close, self._catching_up.close, *steps, lambda: registry.give_back(fleet.registry)]
         for step in steps:
             with harmless("closing a part of the manager"):
                 step()
 
     def _close_group(self, deadline_s: float) -> None:
-        if self._fleet is None:
+        if self.fleet is None:
             raise RuntimeError("only rank 0 closes the group")
-        self._fleet.close_group(min(self.settings.config.control_timeout_s, deadline_s - time.monotonic()))
+        self.fleet.close_group(min(self.settings.config.control_timeout_s, deadline_s - time.monotonic()))

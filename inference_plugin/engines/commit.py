@@ -104,7 +104,7 @@ def commit_on_all_ranks(
     except Exception as error:
         failure: Exception = error
         if not isinstance(error, WeightwireError):
-            yield from _tear(plan, standing, f"{type(error).__name__}: {error}")
+            yield from tear(plan, standing, f"{type(error).__name__}: {error}")
             logger.exception("weightwire: a commit failed")
             failure = TornReplica(printable(str(error)))
         yield from standing.resume_unless_held()
@@ -122,7 +122,7 @@ def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) ->
         try:
             installed: list[RankReply] = yield Ask(plan.operation("install", turn=turn, shares=shares))
         except PeerLost as error:
-            yield from _tear(plan, standing, _words(error))
+            yield from tear(plan, standing, _words(error))
             raise
         if (failed := first_error(installed)) is not None:
             yield from _undo(plan, standing, failed)
@@ -136,7 +136,7 @@ def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) ->
         if (failed := first_error(finished)) is not None:
             raise failed
     except WeightwireError as error:
-        yield from _tear(plan, standing, _words(error))
+        yield from tear(plan, standing, _words(error))
         raise
     ranks = [reply.commit for reply in finished if reply.commit is not None]
     still_torn = {group for rank in ranks for group in rank.torn}
@@ -159,14 +159,14 @@ def _undo(plan: CommitPlan, standing: Standing, failed: WeightwireError) -> Step
         torn = error
     if torn is None:
         raise CommitFailed(f"{where}; undone on all ranks") from failed
-    yield from _tear(plan, standing, _words(torn))
+    yield from tear(plan, standing, _words(torn))
     hint = torn.hint if isinstance(torn, PeerLost) else ""
     first = f"{failed.message}; the way back failed: "  # so a rank's own words begin
     why = torn.message.removeprefix(first)
     raise TornReplica(f"{where}; and the way back failed: {why}", hint=hint)
 
 
-def _tear(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:
+def tear(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:
     """The group is torn: the engine refuses first; then the card and the other ranks learn of it."""
     standing.torn[plan.group] = printable(reason)
     yield from standing.refuse_while_torn()

@@ -88,7 +88,7 @@ class ReplicaCoordinator(Service):
         """Serves at once. `make_card` gets the address."""
         self._control = control
         self._where = where
-        self._machine = ReplicaMachine(where, addresses.boot_id())
+        self.machine = ReplicaMachine(where, addresses.boot_id())
         self._deciding = threading.Lock()
         self._traces: dict[Command, Trace | None] = {}
         self._profile_dir = Config.from_environment().profile_dir
@@ -154,7 +154,7 @@ class ReplicaCoordinator(Service):
 
     def wakes_at_s(self) -> float:
         with self._deciding:
-            return self._machine.wakes_at_s()
+            return self.machine.wakes_at_s()
 
     def look(self, now_s: float, ended: Collection[ProcessId]) -> None:
         held = self._held()
@@ -167,11 +167,11 @@ class ReplicaCoordinator(Service):
 
     def _held(self) -> Held | None:
         with self._deciding:
-            return self._machine.standing.held
+            return self.machine.standing.held
 
     def _described(self) -> tuple[ReplicaState, str, dict[str, str]]:
         with self._deciding:
-            standing = self._machine.standing
+            standing = self.machine.standing
             return (*standing.described(), dict(standing.unknown))
 
     def _on(self, event: Event) -> None:
@@ -182,7 +182,7 @@ class ReplicaCoordinator(Service):
         perform: Perform | None
         while following is not None:
             with self._deciding:
-                actions = self._machine.on(following, time.monotonic())
+                actions = self.machine.on(following, time.monotonic())
             following, perform = None, None
             for action in actions:
                 if isinstance(action, Perform):
@@ -226,7 +226,7 @@ class ReplicaCoordinator(Service):
         """Between two steps: somebody else writes the weights of these groups, and all ranks know it. Their version is unknown
         until their next update."""
         with self._deciding:
-            if self._machine.standing.unknown == unknown:
+            if self.machine.standing.unknown == unknown:
                 return
         for group, who in unknown.items():  # a trainer on the same devices has the engine sleep in each step
             level = logging.INFO if (group, who) in self._warned else logging.WARNING

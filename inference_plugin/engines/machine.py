@@ -81,7 +81,7 @@ class ReplicaMachine:
         self._boot_id = boot_id
         self._now_s = 0.0
         self._count = 0
-        self._commands: list[Command] = []
+        self.commands: list[Command] = []
         """Commits, pauses and resumes, in the order in which they came. The first one has the engine's thread."""
         self._verifications: list[Command] = []
         self._actions: list[Action] = []
@@ -119,8 +119,8 @@ class ReplicaMachine:
 
     def wakes_at_s(self) -> float:
         """When to send `AllRead`, if every message was read, and nothing happened before."""
-        every = [*self._commands, *self._verifications]
-        heads = [*self._commands[:1], *self._verifications[:1]]
+        every = [*self.commands, *self._verifications]
+        heads = [*self.commands[:1], *self._verifications[:1]]
         times_s = [command.gives_up_at_s() for command in every] + [command.due_s for command in heads]
         if (held := self.standing.held) is not None:
             times_s.append(held.expires_at_s)
@@ -138,7 +138,7 @@ class ReplicaMachine:
             return
         if not isinstance(body, Commit | Pause | Resume | Verify):
             raise ProtocolError(f"a coordinator takes no {type(body).__name__}")
-        queue, limit = self._commands, MAX_COMMANDS
+        queue, limit = self.commands, MAX_COMMANDS
         if isinstance(body, Verify):
             queue, limit = self._verifications, MAX_VERIFICATIONS
         for known in queue:
@@ -156,7 +156,7 @@ class ReplicaMachine:
             raise ProtocolError(
                 f"{limit} requests of this kind wait for the engine", hint="wait for the answers to earlier ones"
             )
-        first = self._commands[0].body if self._commands and self._commands[0].steps is not None else None
+        first = self.commands[0].body if self.commands and self.commands[0].steps is not None else None
         if isinstance(body, Commit) and isinstance(first, Commit) and first.group == body.group:
             raise still_committing()
         phase, now_s = type(body).__name__.lower(), self._now_s
@@ -240,20 +240,20 @@ class ReplicaMachine:
                 return Done()  # it was resumed or renewed meanwhile
             return (yield from pauses.let_go(self.standing, held, gone=gone, stays_asleep=stays_asleep))
 
-        self._commands.append(Command("resume", start, due_s=self._now_s))
+        self.commands.append(Command("resume", start, due_s=self._now_s))
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Ends the commands that are late, and asks for the turns that are due."""
-        for command in [*self._commands, *self._verifications]:
+        for command in [*self.commands, *self._verifications]:
             if command.gives_up_at_s() > self._now_s:
                 continue
             if command.steps is None:
                 self._end(command, self._failed(command.late(), command))
             else:  # on the engine's thread, which resumes it
                 command.is_giving_up, command.due_s = True, self._now_s
-        for head in [*self._commands[:1], *self._verifications[:1]]:
+        for head in [*self.commands[:1], *self._verifications[:1]]:
             if head.due_s <= self._now_s:
                 head.due_s = math.inf
                 self._actions.append(Submit(head))
@@ -288,7 +288,7 @@ class ReplicaMachine:
 
     def _end(self, command: Command, body: Body) -> None:
         command.over = True
-        for queue in (self._commands, self._verifications):
+        for queue in (self.commands, self._verifications):
             if command in queue:
                 queue.remove(command)
         if command.asker is not None:

@@ -16,7 +16,7 @@ from inference_plugin.wire.errors import EngineUnsupported, WeightwireError
 
 __all__ = ["add", "all_or_none", "contained", "installed_version", "run_without", "wrap"]
 
-_WARNED = "_WW_WARNED"
+WARNED = "_WW_WARNED"
 """Set by `run_without`, never by a user: the warning that this process gave, so that its children don't repeat it."""
 
 
@@ -80,9 +80,9 @@ def run_without(engine: str, error: BaseException, logger: logging.Logger, about
     why = f"{about}: {WeightwireError.wrap(error)}" if about else str(WeightwireError.wrap(error))
     logger.debug("weightwire: what failed", exc_info=error)
     mark = hashlib.sha256(f"{engine}: {why}".encode(errors="replace")).hexdigest()
-    if os.environ.get(_WARNED) == mark:
+    if os.environ.get(WARNED) == mark:
         return
-    os.environ[_WARNED] = mark
+    os.environ[WARNED] = mark
     logger.warning(
         "weightwire: OFF in this engine: it serves as if the plug-in were not installed, and no trainer will find it: %s",
         why,

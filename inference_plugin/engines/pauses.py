@@ -40,7 +40,7 @@ def pause(standing: Standing, request: Pause, now_s: Callable[[], float]) -> Ste
     in_flight, level = pause_policy(request), request.level
     falling_asleep = False
     try:
-        if _is_done(standing, request, now_s()):
+        if is_done(standing, request, now_s()):
             yield Publish()
             return standing.answer()
         if level:
@@ -102,7 +102,7 @@ def let_go(standing: Standing, held: Held, *, gone: bool, stays_asleep: bool) ->
     return Done()
 
 
-def _is_done(standing: Standing, request: Pause, now_s: float) -> bool:
+def is_done(standing: Standing, request: Pause, now_s: float) -> bool:
     """Whether the replica is paused as asked. Raises `VersionConflict` where somebody else holds it."""
     standing.ended.pop(request.sender.session, None)
     held = standing.held

@@ -67,11 +67,11 @@ class TransformersEngine(Closing):
         live = models.from_pretrained(checkpoint).to(device).eval()
         skeleton = build_skeleton(lambda: models.from_config(live.config, dtype=live.dtype).eval(), nullcontext())
         captured = None if captured_length is None else CapturedSteps(live, captured_length)
-        self._loop = _Loop(_Model(live, live.device, *skeleton), captured)
+        self.loop = _Loop(GeneratingModel(live, live.device, *skeleton), captured)
         self._coordinator = open_coordinator(
-            self._loop,
-            self._loop.replica,
-            [self._loop.runtime.card()],
+            self.loop,
+            self.loop.replica,
+            [self.loop.runtime.card()],
             engine="transformers",
             engine_version=installed_version("transformers"),
             model=str(checkpoint),
@@ -81,7 +81,7 @@ class TransformersEngine(Closing):
 
     @property
     def version(self) -> int:
-        return self._loop.version
+        return self.loop.version
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Future[Completion]:
         """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine, and what
@@ -92,17 +92,17 @@ class TransformersEngine(Closing):
         """
         if not len(prompt):
             raise ValueError("a prompt has at least one token")
-        self._loop.check_length(len(prompt) + max_new_tokens)
+        self.loop.check_length(len(prompt) + max_new_tokens)
         request = _Request(list(prompt), max_new_tokens)
-        self._loop.take(request)
+        self.loop.take(request)
         return request.future
 
     def close(self) -> None:
         """Ends the thread, after what was submitted before; requests in flight end as aborted."""
-        self._loop.submit(self._loop.stop)
-        self._loop.thread.join()
+        self.loop.submit(self.loop.stop)
+        self.loop.thread.join()
         self._coordinator.close()
-        self._loop.runtime.close()
+        self.loop.runtime.close()
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class _Request:
         self.future.set_result(Completion(self.tokens, self.versions, why))
 
 
-class _Model(LiveModel):
+class GeneratingModel(LiveModel):
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         """By name. A tied weight comes under one of its names or under all: it is written once."""
         targets = model.state_dict(keep_vars=True)
@@ -135,7 +135,7 @@ class _Model(LiveModel):
 class _Loop(EngineControl):
     """The engine's own thread, and the engine as its coordinator sees it."""
 
-    def __init__(self, model: _Model, captured: CapturedSteps | None) -> None:
+    def __init__(self, model: GeneratingModel, captured: CapturedSteps | None) -> None:
         self.version = 0
         self.replica = addresses.new_replica_id("transformers")
         self.runtime = RankRuntime(RankIdentity(self.replica, 0, tp_rank=0), model)
@@ -143,8 +143,8 @@ class _Loop(EngineControl):
         self._captured = captured
         model.fixed_addresses = model.captures_graphs = captured is not None
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._running: list[_Request] = []
-        self._held: list[_Request] = []
+        self.running: list[_Request] = []
+        self.held: list[_Request] = []
         self._drained: Future[None] | None = None
         self._refusal: str | None = None
         self._holding = False
@@ -155,30 +155,30 @@ class _Loop(EngineControl):
     def _run(self) -> None:
         device_of(self._model.device).use(self._model.device.index)
         while not self._stopping:
-            if self._holding or not self._running or not self._work.empty():
+            if self._holding or not self.running or not self._work.empty():
                 self._work.get()()  # between two steps
             else:
                 self._step()
-            if self._drained is not None and not self._running:
+            if self._drained is not None and not self.running:
                 drained, self._drained = self._drained, None
                 drained.set_result(None)
 
     @torch.inference_mode()
     def _step(self) -> None:
         with self._model.step():
-            for request in list(self._running):
+            for request in list(self.running):
                 known = [*request.prompt, *request.tokens]
                 compute = self._compute if self._captured is None else self._compute_captured
                 try:
                     request.tokens.append(compute(request, known))
                 except Exception as error:  # noqa: BLE001 -- it fails this request; the others and the engine go on
-                    self._running.remove(request)
+                    self.running.remove(request)
                     self._drop_cache(request)
                     request.future.set_exception(error)
                     continue
                 request.versions.append(self.version)
-        for request in [r for r in self._running if len(r.tokens) >= r.max_new_tokens]:
-            self._running.remove(request)
+        for request in [r for r in self.running if len(r.tokens) >= r.max_new_tokens]:
+            self.running.remove(request)
             self._drop_cache(request)
             request.end("length")
 
@@ -222,7 +222,7 @@ class _Loop(EngineControl):
         elif request.max_new_tokens < 1:
             request.end("length")
         else:
-            (self._running if self._drained is None else self._held).append(request)
+            (self.running if self._drained is None else self.held).append(request)
 
     def stop(self) -> None:
         with self._taking:
@@ -232,7 +232,7 @@ class _Loop(EngineControl):
         self._end_all()
 
     def _end_all(self) -> None:
-        ended, self._running, self._held = [*self._running, *self._held], [], []
+        ended, self.running, self.held = [*self.running, *self.held], [], []
         for request in ended:
             self._drop_cache(request)
             if self._refusal is not None:
@@ -256,7 +256,7 @@ class _Loop(EngineControl):
         if in_flight == "abort":
             self._end_all()
         elif in_flight == "recompute":
-            for request in self._running:
+            for request in self.running:
                 self._drop_cache(request)
         return None
 
@@ -266,8 +266,8 @@ class _Loop(EngineControl):
     def resume(self) -> None:
         self._holding = False
         self._drained = None
-        self._running += self._held
-        self._held = []
+        self.running += self.held
+        self.held = []
 
     def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
         self.version = int(stamp)  # nobody else writes the weights here

@@ -68,7 +68,7 @@ class BoundRows(NamedTuple):
         """Makes the copies with non-temporal stores, with all cores if they are large. Once it returns or raises, no thread
         copies any more: what is written next, such as the way back, is not overwritten."""
         parts = min(MOST_THREADS, len(self.copies), 1 + self.nbytes // PART_BYTES)
-        threads = min(parts, len(_cores())) if parts > 1 else 1
+        threads = min(parts, len(usable_cores())) if parts > 1 else 1
         helpers = _helpers_or_none(threads) if threads > 1 else None
         if helpers is None:
             copy_table(self.copies, self.targets, self.sources)
@@ -77,7 +77,7 @@ class BoundRows(NamedTuple):
         running: list[Future[float]] = []
         try:
             for share in shares:
-                running.append(helpers.submit(_copy_share, share))
+                running.append(helpers.submit(copy_share, share))
         finally:
             wait(running)
         _helped.seconds = helped_s() + sum(each.result() for each in running)
@@ -126,7 +126,7 @@ def row_table(placements: Sequence[Placement]) -> RowTable | None:
     return RowTable(np.array(copies, dtype=COPY), tuple(targets), tuple(sources))
 
 
-def _copy_share(share: BoundRows) -> float:
+def copy_share(share: BoundRows) -> float:
     """Returns the processor time that it took."""
     began_s = time.thread_time()
     copy_table(*share)
@@ -137,7 +137,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     return bytes_view(tensor.detach()).numpy()
 
 
-def _cores() -> frozenset[int]:
+def usable_cores() -> frozenset[int]:
     """All cores on which threads of this process may run. An engine may have bound each of its threads to one core."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
@@ -149,19 +149,19 @@ def _cores() -> frozenset[int]:
 def _helpers_or_none(threads: int) -> ThreadPoolExecutor | None:
     """None where the system starts no more threads."""
     try:
-        return _helpers(threads)
+        return helper_pool(threads)
     except RuntimeError:
         return None
 
 
 @functools.cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    """A pool that stays. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator.
+def helper_pool(threads: int) -> ThreadPoolExecutor:
+    """A pool that stays. Its threads run on all of `usable_cores`; by default they would inherit the binding of their creator.
 
     All of them have started once it returns. A thread that can't start would fail a copy while others are writing, and what was
     queued for it would be written later. Raises RuntimeError if one can't.
     """
-    cores = _cores()
+    cores = usable_cores()
     pool = ThreadPoolExecutor(
         threads, thread_name_prefix="weightwire-copy", initializer=lambda: os.sched_setaffinity(0, cores)
     )
@@ -176,4 +176,4 @@ def _helpers(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork has none of its parent's threads
+os.register_at_fork(after_in_child=helper_pool.cache_clear)  # a fork has none of its parent's threads

@@ -81,16 +81,16 @@ class Channel(Closing):
         self._file_was_gone = False
         self._look_at_file_s = math.inf
         check_room(DESCRIPTORS)
-        self._socket = context_of_process().socket(zmq.REQ)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self.socket = context_of_process().socket(zmq.REQ)
+        self.socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None
         self._link: Link | None = None
         if address.startswith("tcp://"):
-            self._link = Link(self._socket, address, silence_s or Config.from_environment().silence_s)
-        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
-        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
-        self._socket.connect(address)
+            self._link = Link(self.socket, address, silence_s or Config.from_environment().silence_s)
+        self.socket.setsockopt(zmq.REQ_RELAXED, 1)
+        self.socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
+        self.socket.connect(address)
         if pid and peer_boot_id == boot_id():
             self._process = ProcessWatch(pid, start_ticks)
 
@@ -114,7 +114,7 @@ class Channel(Closing):
             self._file_was_gone = False
             self._look_at_file_s = time.monotonic()
         self._resend_in_s = RESEND_S if self._resends else math.inf
-        self._transmit(type(body).__name__)
+        self.transmit(type(body).__name__)
 
     def receive(self, kind: type[Reply], *, timeout_s: float, whole_s: float | None = None) -> Reply:
         """The reply to the request that was sent last. Raises as `request` does. `whole_s`: the time that a `SyncTimeout` names,
@@ -135,7 +135,7 @@ class Channel(Closing):
             if self._link is not None:
                 self._look_at(self._link)
             if time.monotonic() >= self._resend_at_s:
-                self._transmit("the repeated request")
+                self.transmit("the repeated request")
             if time.monotonic() >= deadline_s:
                 named_s = timeout_s if whole_s is None else whole_s
                 raise SyncTimeout(f"no reply from {self.address} within {round(named_s, 3):g} s", **self.where)
@@ -145,7 +145,7 @@ class Channel(Closing):
         """Sockets and descriptors to poll for news of the open request."""
         monitor = [watching.monitor for watching in (self._link, self._last_words) if watching is not None]
         process = [self._process.fd] if self._process is not None and self._process.fd is not None else []
-        return [self._socket, *monitor, *process]
+        return [self.socket, *monitor, *process]
 
     @property
     def look_at_s(self) -> float:
@@ -175,7 +175,7 @@ class Channel(Closing):
             self._link.close()
         if self._last_words is not None:
             self._last_words.close()
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -187,7 +187,7 @@ class Channel(Closing):
         if self._link is not None:
             return self._link.is_down and not self._poll(0.0)
         if self._last_words is None:
-            self._last_words = LastWords(self._socket)
+            self._last_words = LastWords(self.socket)
         return self._last_words.all_read() and not self._poll(0.0)
 
     def _is_closed(self, file: Path) -> bool:
@@ -201,7 +201,7 @@ class Channel(Closing):
     def _look_at(self, link: Link) -> None:
         """Raises for a peer that refuses us or is lost; sends the request again if a lost connection may have lost it."""
         if link.look():
-            self._transmit("the repeated request")
+            self.transmit("the repeated request")
         self._check_accepted(link)
         if time.monotonic() >= link.lost_at_s:
             raise PeerLost(f"{self.address} has not been heard of for {link.silence_s:g} s", **self.where)
@@ -214,10 +214,10 @@ class Channel(Closing):
                 **self.where,
             )
 
-    def _transmit(self, what: str) -> None:
+    def transmit(self, what: str) -> None:
         assert self._pending is not None
         try:
-            self._socket.send_multipart(self._pending, flags=zmq.DONTWAIT, copy=len(self._pending) == 1)
+            self.socket.send_multipart(self._pending, flags=zmq.DONTWAIT, copy=len(self._pending) == 1)
         except zmq.Again:
             if self._link is not None:
                 self._link.look()  # libzmq gives up a connection that its peer refuses, and may have done so by now
@@ -230,7 +230,7 @@ class Channel(Closing):
     def _poll(self, timeout_s: float) -> bool:
         watched = [(source, zmq.POLLIN) for source in self.sources]
         ready = zmq.zmq_poll(watched, int(timeout_s * 1000) + (1 if timeout_s else 0))
-        return any(source is self._socket for source, _ in ready)
+        return any(source is self.socket for source, _ in ready)
 
     def _take(self) -> Body | None:
         """The reply that has come; None if it answers an earlier request.
@@ -238,7 +238,7 @@ class Channel(Closing):
         A REQ socket polls as readable for a reply that it then drops: only a receive that doesn't wait is safe.
         """
         try:
-            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
         if len(frames) > 2:

@@ -84,7 +84,7 @@ class Gate:
         self._receive = recv_monitor_message
         self._socket = socket_
         self._endpoint = endpoint
-        self._peers: set[int] = set()
+        self.peers: set[int] = set()
         self._full = False
         self._count_again_s = 0.0
         self._spare: int | None = None
@@ -189,9 +189,9 @@ class Gate:
             if event["event"] == zmq.EVENT_MONITOR_STOPPED:
                 return False
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._peers.add(event["value"])
+                self.peers.add(event["value"])
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._peers.discard(event["value"])
+                self.peers.discard(event["value"])
         return True
 
     def _open(self, opened: bool) -> None:
@@ -202,11 +202,11 @@ class Gate:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _why_full(self) -> str:
-        if len(self._peers) >= MAX_PEERS:
+        if len(self.peers) >= MAX_PEERS:
             if time.monotonic() >= self._count_again_s:  # in case libzmq did not report that a peer left
-                self._peers = {fd for fd in self._peers if _is_of(fd, self._endpoint, listening=False)}
+                self.peers = {fd for fd in self.peers if _is_of(fd, self._endpoint, listening=False)}
                 self._count_again_s = time.monotonic() + COUNT_AGAIN_S
-            if len(self._peers) >= MAX_PEERS:
+            if len(self.peers) >= MAX_PEERS:
                 return f"there are {MAX_PEERS} peers"
         reserve = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, LEAST_RESERVE), MOST_RESERVE)
         return _why_no_room(reserve + 1)

@@ -66,7 +66,7 @@ class Listener:
         check_threads()
         self.context = zmq.Context()
         self._guard: Guard | None = None
-        self._gate: Gate | None = None
+        self.gate: Gate | None = None
         self._path = Path(listen.removeprefix("ipc://")) if listen.startswith("ipc://") else None
         self._missing = "was removed while in use"
         self._unmended = ""
@@ -117,7 +117,7 @@ class Listener:
             return
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         try:
-            self._gate = Gate(self.socket, self.address)
+            self.gate = Gate(self.socket, self.address)
         except BaseException:
             if self._path is not None:
                 remove_socket(self._path)
@@ -138,12 +138,12 @@ class Listener:
                 self._make_directory()
                 # The old binding stays: unbinding it would remove the new file, at some later time.
                 self.socket.bind(self.address)
-                if self._gate is not None:
-                    self._gate.close()  # no peer can reach the old binding any more
-                    self._gate = None
-            elif self._gate is not None:
+                if self.gate is not None:
+                    self.gate.close()  # no peer can reach the old binding any more
+                    self.gate = None
+            elif self.gate is not None:
                 return False
-            self._gate = Gate(self.socket, self.address)
+            self.gate = Gate(self.socket, self.address)
         except (OSError, AuthError, ConfigError, TransportUnavailable, zmq.ZMQError) as error:
             if self._unmended != str(error):
                 logger.warning("weightwire: %s %s, and can't be made now: %s", self._path, self._missing, error)
@@ -161,8 +161,8 @@ class Listener:
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and its context. Messages that are still to be sent have `linger_ms` to leave."""
-        if self._gate is not None:
-            self._gate.close()
+        if self.gate is not None:
+            self.gate.close()
         self.socket.close(linger=linger_ms)
         if self._guard is not None:
             self._guard.close()

@@ -124,13 +124,13 @@ class ReplyServer:
         self._service = service
         self._where = where
         self._most_open = most_open
-        self._open: dict[bytes, list[Asker]] = {}
+        self.unanswered: dict[bytes, list[Asker]] = {}
         self._replies: collections.deque[tuple[Asker, list[Any]]] = collections.deque()
-        self._processes: dict[ProcessId, ProcessWatch] = {}
+        self.processes: dict[ProcessId, ProcessWatch] = {}
         self.received_bytes = self.sent_bytes = 0
         self._looked_s = self._judges_from_s = self._complains_from_s = 0.0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._lock = threading.Lock()
         self._news: int | None = None
         self._listeners: list[Listener] = []
@@ -148,7 +148,7 @@ class ReplyServer:
     def start(self) -> None:
         """Raises `TransportUnavailable` where no thread can be started; the sockets are closed then."""
         try:
-            self._thread.start()
+            self.thread.start()
         except RuntimeError as error:
             self._close_sockets()
             raise no_thread(error) from error
@@ -156,7 +156,7 @@ class ReplyServer:
     def wake(self) -> None:
         """Has the thread ask `wakes_at_s` again, and send what there is to send; may be called on any thread. The server's own
         thread does both after each pass anyway."""
-        if threading.get_ident() == self._thread.ident:
+        if threading.get_ident() == self.thread.ident:
             return
         with self._lock:
             if self._news is not None:
@@ -172,10 +172,10 @@ class ReplyServer:
         the sockets when it ends."""
         self._stopping.set()
         self.wake()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            logger.error("weightwire: the thread %s hangs; its socket stays open until it ends", self._thread.name)
+        if self.thread.is_alive():
+            self.thread.join(CLOSE_S)
+        if self.thread.is_alive():
+            logger.error("weightwire: the thread %s hangs; its socket stays open until it ends", self.thread.name)
         else:
             self._close_sockets()
 
@@ -211,15 +211,15 @@ class ReplyServer:
         except Exception:  # a bug of ours, or a peer that found one: the service must go on answering
             if time.monotonic() >= self._complains_from_s:
                 self._complains_from_s = time.monotonic() + COMPLAIN_S
-                logger.exception("weightwire: an error in the thread %s, which goes on", self._thread.name)
+                logger.exception("weightwire: an error in the thread %s, which goes on", self.thread.name)
             self._stopping.wait(REST_S)
 
     def _watch_processes(self) -> None:
         wanted = set(self._service.processes())
-        for process in set(self._processes) - wanted:
-            self._processes.pop(process).close()
-        for process in wanted - set(self._processes):
-            self._processes[process] = ProcessWatch(*process)
+        for process in set(self.processes) - wanted:
+            self.processes.pop(process).close()
+        for process in wanted - set(self.processes):
+            self.processes[process] = ProcessWatch(*process)
 
     def _wait(self) -> None:
         """Waits for requests, replies, the end of a process, or until something is due."""
@@ -227,10 +227,10 @@ class ReplyServer:
             self._service.mended()
         watched: list[tuple[Any, int]] = [(listener.socket, zmq.POLLIN) for listener in self._listeners]
         watched.append((self._news, zmq.POLLIN))
-        watched += [(watch.fd, zmq.POLLIN) for watch in self._processes.values() if watch.fd is not None]
+        watched += [(watch.fd, zmq.POLLIN) for watch in self.processes.values() if watch.fd is not None]
         now_s = time.monotonic()
         due_s = max(self._service.wakes_at_s(), self._judges_from_s)
-        due_s = min([due_s, *(watch.look_at_s or now_s + LOOK_AGAIN_S for watch in self._processes.values())])
+        due_s = min([due_s, *(watch.look_at_s or now_s + LOOK_AGAIN_S for watch in self.processes.values())])
         due_s = max(now_s, min([due_s, *(listener.mend_at_s for listener in self._listeners)]))
         timeout_ms = -1 if due_s == math.inf else int((due_s - now_s) * 1000) + 1
         ready = [source for source, _ in zmq.zmq_poll(watched, timeout_ms)]
@@ -238,7 +238,7 @@ class ReplyServer:
             self._judges_from_s = time.monotonic() + LATE_S
         if self._news in ready and self._news is not None:
             os.eventfd_read(self._news)
-        for watch in self._processes.values():
+        for watch in self.processes.values():
             watch.ended()  # which closes its descriptor: polling one that stays readable would keep a core busy
 
     def _take_all(self) -> None:
@@ -275,25 +275,25 @@ class ReplyServer:
         """Counts the request. Raises `ProtocolError` where its peer has too many that are unanswered."""
         if self._most_open is None:
             return
-        waiting = [other for other in self._open.get(asker.peer, ()) if not other._answered]
+        waiting = [other for other in self.unanswered.get(asker.peer, ()) if not other._answered]
         if len(waiting) >= self._most_open:
             raise ProtocolError(
                 f"{self._most_open} requests of this peer are not answered yet",
                 hint="wait for the answers to earlier requests",
             )
-        self._open[asker.peer] = [*waiting, asker]
+        self.unanswered[asker.peer] = [*waiting, asker]
 
     def _look(self) -> None:
         if self._looked_s >= self._judges_from_s:
-            ended = [process for process, watch in self._processes.items() if watch.ended()]
+            ended = [process for process, watch in self.processes.items() if watch.ended()]
             self._service.look(self._looked_s, ended)
 
     def _send_replies(self) -> None:
         """A peer that is gone, or that does not read, asks again if it still wants its reply."""
         while self._replies:
             asker, frames = self._replies.popleft()
-            if all(other._answered for other in self._open.get(asker.peer, ())):
-                self._open.pop(asker.peer, None)
+            if all(other._answered for other in self.unanswered.get(asker.peer, ())):
+                self.unanswered.pop(asker.peer, None)
             try:
                 asker._socket.send_multipart(frames, zmq.DONTWAIT, copy=len(frames) == len(asker._route) + 1)
                 self.sent_bytes += sum(memoryview(frame).nbytes for frame in frames[len(asker._route) :])
@@ -302,7 +302,7 @@ class ReplyServer:
 
     def _failed(self, error: BaseException) -> Failed:
         if not isinstance(error, WeightwireError):
-            logger.error("weightwire: a request to %s failed", self._thread.name, exc_info=error)
+            logger.error("weightwire: a request to %s failed", self.thread.name, exc_info=error)
         return Failed(WeightwireError.wrap(error).at(**self._where).info())
 
     def _close_sockets(self) -> None:
@@ -314,8 +314,8 @@ class ReplyServer:
             os.close(news)
         for listener in listeners:
             listener.close()
-        while self._processes:
-            self._processes.popitem()[1].close()
+        while self.processes:
+            self.processes.popitem()[1].close()
 
 
 def _decode(frames: Sequence[zmq.Frame]) -> Envelope:

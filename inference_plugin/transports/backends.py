@@ -158,7 +158,7 @@ class Group:
         self._peers = {(pid, start_ticks(pid)): name for pid, name in peers.items()}
         self._interface = interface or "lo"
         self._aborted = False
-        self._pending: list[Any] = []
+        self.pending: list[Any] = []
         device = device_of(torch.device(backend.device))
         self._device, queue = torch.device(backend.device, device.current() or 0), device.current_queue()
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
@@ -199,7 +199,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         work = self._group.broadcast([carried], options)
-        self._pending = [*(one for one in self._pending if not one.is_completed()), work]
+        self.pending = [*(one for one in self.pending if not one.is_completed()), work]
         if self._aborted:  # by a thread that saw nothing under way yet
             self.abort()
 
@@ -261,7 +261,7 @@ class Group:
     def abort(self) -> None:
         """Makes every wait of this group end soon. Any thread may call it, also twice."""
         self._aborted = True
-        if self._backend.queues or self._pending:
+        if self._backend.queues or self.pending:
             threading.Thread(target=self._bury, name="weightwire-collective-rest", daemon=True).start()
 
     def _bury(self) -> None:
@@ -270,7 +270,7 @@ class Group:
         if self._backend.queues:
             with contextlib.suppress(Exception):
                 self._group.abort()
-        for work in self._pending:
+        for work in self.pending:
             with contextlib.suppress(Exception):  # the waiting call has raised this error
                 if self._backend.queues:
                     _until_done(work)

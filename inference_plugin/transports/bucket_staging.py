@@ -223,7 +223,7 @@ class BucketReceiver(Receiver):
                     hint="free memory, or raise this process's limit of addresses (`ulimit -v`)",
                 ) from error
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
-        staging = self.staging(manifest, needs, memory, self._take_back, others=len(self._open), relays=relays)
+        staging = self.staging(manifest, needs, memory, self.take_back, others=len(self._open), relays=relays)
         self._open.add(memory.data_ptr())
         return staging
 
@@ -234,7 +234,7 @@ class BucketReceiver(Receiver):
         self._closed = True
         self._spare = None
 
-    def _take_back(self, memory: torch.Tensor) -> None:
+    def take_back(self, memory: torch.Tensor) -> None:
         self._open.discard(memory.data_ptr())
         if not self._closed:
             self._spare = memory

@@ -222,10 +222,10 @@ class DeltaReceiver(BucketReceiver):
     def _set_base(self, base: Base | None) -> None:
         self._base = base
 
-    def _take_back(self, memory: torch.Tensor) -> None:
+    def take_back(self, memory: torch.Tensor) -> None:
         """Of two memories that nobody uses, that of the base is kept."""
         spare = self._spare
-        super()._take_back(memory)
+        super().take_back(memory)
         if self._spare is not None and self._base is not None and spare is self._base.memory:
             self._spare = spare
 

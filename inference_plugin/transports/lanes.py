@@ -54,7 +54,7 @@ class Lane:
         self.channel = bytes_channel(target, "trainer", config.silence_s)
         self._to = f"{target.replica} rank {target.rank}"
         self._bucket_bytes = config.bucket_bytes
-        self._buffers = collections.deque(self._make_buffers(config))
+        self.buffers = collections.deque(self._make_buffers(config))
 
     def _make_buffers(self, config: Config) -> list[Buffer]:
         return [Buffer(np.empty(config.bucket_bytes, dtype=np.uint8)) for _ in range(config.buffers)]
@@ -62,7 +62,7 @@ class Lane:
     @property
     def held_bytes(self) -> int:
         """Memory of its buffers."""
-        return len(self._buffers) * self._bucket_bytes
+        return len(self.buffers) * self._bucket_bytes
 
     def close(self) -> None:
         """Frees everything."""
@@ -137,7 +137,7 @@ class Lane:
             self.advance()
         if self._used_bytes + data.nbytes > self._bucket_bytes:
             self.flush()
-        self._buffers[0].memory[self._used_bytes : self._used_bytes + data.nbytes] = data
+        self.buffers[0].memory[self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes
         self._pieces.append(piece)
         self._sizes.append(data.nbytes)
@@ -148,12 +148,12 @@ class Lane:
             return
         terms = self._terms
         bucket = Bucket(terms.group, terms.txn, terms.rank, self._seq, tuple(self._pieces))
-        self._packed.append(self._message(bucket, self._buffers[0], self._used_bytes))
+        self._packed.append(self._message(bucket, self.buffers[0], self._used_bytes))
         self._seq += 1
         self._pieces, self._sizes = [], []
         self._used_bytes = 0
-        self._buffers.rotate(-1)
-        self.advance(wait=self.unanswered == len(self._buffers))
+        self.buffers.rotate(-1)
+        self.advance(wait=self.unanswered == len(self.buffers))
 
     def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
         """The bucket as it is sent, with its payload frame."""

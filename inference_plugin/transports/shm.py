@@ -92,7 +92,7 @@ class ShmSender(Sender):
     """Manager rank: owns at most two segments, used in turn. Every rank: keeps them mapped."""
 
     def __init__(self) -> None:
-        self._owned: dict[str, SharedSegment] = {}
+        self.owned: dict[str, SharedSegment] = {}
         self._mapped = MappedSegments(writable=True, most=SEGMENTS)
         self._probe: SharedSegment | None = None
 
@@ -103,24 +103,24 @@ class ShmSender(Sender):
 
     def takes_bytes(self, manifest: Manifest, busy: frozenset[str]) -> int:
         needed = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
-        spare = any(each.nbytes == needed and each.segment_id not in busy for each in self._owned.values())
+        spare = any(each.nbytes == needed and each.segment_id not in busy for each in self.owned.values())
         return 0 if spare else needed
 
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         needed = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
-        for segment in list(self._owned.values()):
+        for segment in list(self.owned.values()):
             if segment.nbytes != needed:
-                self._owned.pop(segment.segment_id).close()
-        spare = [s for s in self._owned.values() if s.segment_id not in busy]
+                self.owned.pop(segment.segment_id).close()
+        spare = [s for s in self.owned.values() if s.segment_id not in busy]
         segment = spare[0] if spare else _new_segment(needed)
-        self._owned[segment.segment_id] = segment
+        self.owned[segment.segment_id] = segment
         for unused in spare[1:]:
-            self._owned.pop(unused.segment_id).close()
+            self.owned.pop(unused.segment_id).close()
         return msgspec.msgpack.encode(segment.address)
 
     def retire(self, segments: frozenset[str]) -> None:
-        for segment_id in segments & set(self._owned):
-            self._owned.pop(segment_id).close()  # the memory goes with the last process that maps it
+        for segment_id in segments & set(self.owned):
+            self.owned.pop(segment_id).close()  # the memory goes with the last process that maps it
 
     @contextmanager
     def scratch(self, manifest: Manifest, needed: frozenset[str]) -> Iterator[tuple[bytes, SharedSegment]]:
@@ -129,15 +129,15 @@ class ShmSender(Sender):
         It is a segment of this rank that nobody needs; if there is none, a new one, which is freed in the end. `needed`: ids of
         the segments that somebody needs. Raises `TransportUnavailable` where the system has no memory."""
         nbytes = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
-        spare = [s for s in self._owned.values() if s.nbytes == nbytes and s.segment_id not in needed]
+        spare = [s for s in self.owned.values() if s.nbytes == nbytes and s.segment_id not in needed]
         segment = spare[0] if spare else _new_segment(nbytes)
-        self._owned[segment.segment_id] = segment
+        self.owned[segment.segment_id] = segment
         address = WrittenAddress(**msgspec.structs.asdict(segment.address), once=not spare)
         try:
             yield msgspec.msgpack.encode(address), segment
         finally:
             if not spare:
-                self._owned.pop(segment.segment_id, None)
+                self.owned.pop(segment.segment_id, None)
                 with contextlib.suppress(OSError):  # memory that the process locked goes with its last view
                     segment.give_back(0, nbytes)  # an error may keep a view in the frames of its traceback
                 segment.close()
@@ -145,21 +145,21 @@ class ShmSender(Sender):
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         with self._written(decode_as(delivery.description, WrittenAddress)) as segment:
             pieces, stats = _write(segment, delivery)
-        stats.held_bytes = sum(owned.nbytes for owned in self._owned.values())
+        stats.held_bytes = sum(owned.nbytes for owned in self.owned.values())
         return pieces, stats
 
     @contextmanager
     def _written(self, address: WrittenAddress) -> Iterator[SharedSegment]:
         """The segment, mapped for writing."""
-        if not address.once or address.segment_id in self._owned:
-            yield self._owned.get(address.segment_id) or self._mapped.at(address)
+        if not address.once or address.segment_id in self.owned:
+            yield self.owned.get(address.segment_id) or self._mapped.at(address)
         else:
             with closing(SharedSegment.attach(address, writable=True)) as segment:
                 segment.ask_for_large_pages()
                 yield segment
 
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
-        owned = self._owned.get(decode_as(description, SegmentAddress).segment_id)
+        owned = self.owned.get(decode_as(description, SegmentAddress).segment_id)
         if owned is None:
             return None
         memory = owned.tensor
@@ -167,8 +167,8 @@ class ShmSender(Sender):
 
     def close(self) -> None:
         self._mapped.close()
-        while self._owned:
-            self._owned.popitem()[1].close()
+        while self.owned:
+            self.owned.popitem()[1].close()
         if self._probe is not None:
             self._probe.close()
             self._probe = None

@@ -253,8 +253,8 @@ class StoreSender(ZmqSender):
 
     def _lane(self, target: Target) -> Lane:
         """It has no buffers: a rank's take no more memory with more workers."""
-        if (lane := self._lanes.get(target.address)) is None:
-            lane = self._lanes[target.address] = StoreLane(target, self.config)
+        if (lane := self.lanes.get(target.address)) is None:
+            lane = self.lanes[target.address] = StoreLane(target, self.config)
         return lane
 
 

@@ -329,6 +329,6 @@ class StoreReceiver(DeltaReceiver):
         self._set_base(base)
         self._refused = refused
 
-    def _take_back(self, memory: torch.Tensor) -> None:
+    def take_back(self, memory: torch.Tensor) -> None:
         with self._lending:
-            super()._take_back(memory)
+            super().take_back(memory)

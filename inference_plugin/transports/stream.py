@@ -64,7 +64,7 @@ class StreamStaging(Staging):
         self.segment_id = secrets.token_hex(8)
         self.landing = landing
         self._manifest = manifest
-        self._buffers = buffers
+        self.buffers = buffers
         self._received: dict[Box, int] = {}
         self._changed = threading.Condition()
         self._offered: Sequence[tuple[Piece, Bytes]] | None = None
@@ -73,7 +73,7 @@ class StreamStaging(Staging):
         self._is_cancelled = False
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
-        data = _bytes_of(self._buffers, bucket) if bucket.lies_at else payload
+        data = _bytes_of(self.buffers, bucket) if bucket.lies_at else payload
         pieces = list(checked_pieces(self._manifest, bucket.pieces, data))
         if again := [piece for piece, _ in pieces if piece.box in self._received]:
             raise ProtocolError(f"{self._manifest.describe(again[0].box)} was placed already")
@@ -154,7 +154,7 @@ class StreamReceiver(Receiver):
     """Maps the trainer ranks' buffers, for as long as updates come."""
 
     def __init__(self) -> None:
-        self._buffers = MappedSegments(writable=False, most=MAX_PEERS)
+        self.buffers = MappedSegments(writable=False, most=MAX_PEERS)
         self._landing = b""
 
     def check_probe(self, probe: bytes) -> None:
@@ -167,10 +167,10 @@ class StreamReceiver(Receiver):
         self._landing = REACHED
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
-        return StreamStaging(manifest, self._buffers, self._landing)
+        return StreamStaging(manifest, self.buffers, self._landing)
 
     def drop_kept(self) -> None:
-        self._buffers.close()
+        self.buffers.close()
 
     def close(self) -> None:
         self.drop_kept()
@@ -198,7 +198,7 @@ class SharedLane(Lane):
 
     def close(self) -> None:
         super().close()
-        self._buffers.clear()
+        self.buffers.clear()
         self._segment.close()
 
 

@@ -36,7 +36,7 @@ class ZmqSender(Sender):
     """Keeps one channel, and `config.buffers` buffers, per worker that it sends to."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, Lane] = {}
         self._used: list[Lane] = []
         self._degree = 0
 
@@ -91,14 +91,14 @@ class ZmqSender(Sender):
                 lane.fail(PeerLost("it dropped out of the update", replica=replica, rank=lane.target.rank))
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
+        while self.lanes:
+            self.lanes.popitem()[1].close()
 
     def _spread(self, terms: WriteTerms, targets: Sequence[Target]) -> list[Lane]:
         """Lanes to the workers that this rank sends to itself; each worker is told which ones it feeds."""
         chosen = [branches(members, terms.degree) for members in classes_of((t.needs, t) for t in targets)]
-        for gone in set(self._lanes) - {target.address for together in chosen for target, _ in together}:
-            self._lanes.pop(gone).close()
+        for gone in set(self.lanes) - {target.address for together in chosen for target, _ in together}:
+            self.lanes.pop(gone).close()
         lanes = []
         for together in chosen:
             siblings = [self._lane(target) for target, _ in together]
@@ -115,15 +115,15 @@ class ZmqSender(Sender):
         return lambda lane: part
 
     def _held_bytes(self) -> int:
-        return sum(lane.held_bytes for lane in self._lanes.values())
+        return sum(lane.held_bytes for lane in self.lanes.values())
 
     def _make_lane(self, target: Target) -> Lane:
         return Lane(target, self.config)
 
     def _lane(self, target: Target) -> Lane:
-        lane = self._lanes.get(target.address)
+        lane = self.lanes.get(target.address)
         if lane is None:
-            lane = self._lanes[target.address] = self._make_lane(target)
+            lane = self.lanes[target.address] = self._make_lane(target)
             self.config.warn_if_short_of_memory(self._held_bytes())
         return lane
 

@@ -62,7 +62,7 @@ def places_in(places: bytes) -> list[tuple[int, int]]:
     return list(PLACE.iter_unpack(places))
 
 
-def _copy_rows_by_numpy(
+def copy_rows_by_numpy(
     target: Any,
     target_start: int,
     target_stride: int,
@@ -96,7 +96,7 @@ rows don't lie within both buffers. The buffers must not overlap.
 """
 
 
-def _copy_table_by_numpy(table: Any, targets: list[Any], sources: list[Any]) -> None:
+def copy_table_by_numpy(table: Any, targets: list[Any], sources: list[Any]) -> None:
     pairs: list[tuple[Any, Any]] = []
     for to, start, stride, of, source_start, apart, rows, nbytes in table.tolist():
         if not (0 <= to < len(targets) and 0 <= of < len(sources) and rows > 0 and nbytes > 0):
@@ -117,17 +117,17 @@ def _not_in_one_pass(*_: Any) -> None:
     return None
 
 
-_copy_and_digest_in_one_pass: Callable[..., int | None]
+copy_and_digest_in_one_pass: Callable[..., int | None]
 """As `copy_rows_and_digest`; None, and nothing written, where it takes more than one pass."""
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_groups: Callable[[list[tuple[Any, int, bytes]]], list[int | None]] | None
 if FUNCTIONS is None:
-    copy_rows, copy_table = _copy_rows_by_numpy, _copy_table_by_numpy
-    _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
+    copy_rows, copy_table = copy_rows_by_numpy, copy_table_by_numpy
+    copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
     _copy_groups = None
 else:
     copy_rows, copy_table, _copy_groups = FUNCTIONS.copy_rows, FUNCTIONS.copy_table, FUNCTIONS.copy_groups
-    _copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
+    copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
 
 
 def copy_rows_and_digest(
@@ -141,8 +141,8 @@ def copy_rows_and_digest(
     `copy_rows`.
     """
     where = target, target_start, target_stride, source, rows, row_bytes, source_stride
-    digest = _copy_and_digest_in_one_pass(*where)
-    return _copy_rows_and_digest_by_turns(*where) if digest is None else digest
+    digest = copy_and_digest_in_one_pass(*where)
+    return copy_rows_and_digest_by_turns(*where) if digest is None else digest
 
 
 def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
@@ -152,7 +152,7 @@ def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]
     one pass over memory. Releases the GIL. Raises ValueError if one doesn't lie within the buffer.
     """
     digests = _digest_in_one_pass(source, stride, rows, spans)
-    return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
+    return [digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
 
 
 def copy_groups_and_digest(groups: list[tuple[Any, int, bytes]]) -> list[int]:
@@ -163,7 +163,7 @@ def copy_groups_and_digest(groups: list[tuple[Any, int, bytes]]) -> list[int]:
     the bytes of a group don't lie within its target. The caller keeps the memory at `places` alive.
     """
     if _copy_groups is None:
-        return [_copy_joined_by_turns(*group) for group in groups]
+        return [copy_joined_by_turns(*group) for group in groups]
     digests = _copy_groups(groups)
     if None not in digests:
         return cast("list[int]", digests)
@@ -193,7 +193,7 @@ def _bytes_at(places: bytes) -> int:
     return sum(nbytes for _, nbytes in places_in(places))
 
 
-def _copy_joined_by_turns(target: Any, start: int, places: bytes) -> int:
+def copy_joined_by_turns(target: Any, start: int, places: bytes) -> int:
     flat = np.frombuffer(target, dtype=np.uint8)
     if len(places) % PLACE.size or any(nbytes and not address for address, nbytes in places_in(places)):
         raise ValueError("no memory lies at one of the places")
@@ -215,7 +215,7 @@ def _parts_at(places: bytes) -> Iterator[Any]:
             yield np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address + done)), dtype=np.uint8)
 
 
-def _copy_rows_and_digest_by_turns(
+def copy_rows_and_digest_by_turns(
     target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int, source_stride: int = 0
 ) -> int:
     flat = np.frombuffer(source, dtype=np.uint8)
@@ -239,7 +239,7 @@ def _copy_rows_and_digest_by_turns(
     return stream.intdigest()
 
 
-def _digest_packed(source: Any, stride: int, rows: int, start: int, row_bytes: int) -> int:
+def digest_packed(source: Any, stride: int, rows: int, start: int, row_bytes: int) -> int:
     if rows < 1 or row_bytes < 1:
         raise ValueError(f"{rows} rows of {row_bytes} bytes don't lie within the buffer")
     lying = _rows_of(source, start, stride, rows, row_bytes)

@@ -67,7 +67,7 @@ def _populate_alone(memory: Any, start: int, end: int, advice: int) -> int:
 def _near_this_thread(cores: set[int]) -> Iterator[None]:
     """Inside, this thread and those that it starts run on one NUMA node: memory comes from the node of the thread that touches it
     first."""
-    near = cores & _node_of(_libc.sched_getcpu())
+    near = cores & node_of(_libc.sched_getcpu())
     if not near or near == cores:
         yield
         return
@@ -81,7 +81,7 @@ def _near_this_thread(cores: set[int]) -> Iterator[None]:
 
 
 @functools.cache
-def _node_of(core: int) -> frozenset[int]:
+def node_of(core: int) -> frozenset[int]:
     """The cores of the NUMA node of a core; none where the system doesn't say."""
     for node in (CPUS / f"cpu{core}").glob("node*"):
         with contextlib.suppress(OSError, ValueError):

@@ -21,10 +21,10 @@ __all__ = [
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The C functions by which torch (from 2.10 on) describes a tensor, in a quarter of the time that its Python attributes take."""
 
-_DLPACK_TYPES = {
+DLPACK_TYPES = {
     "bool": (6, 8), "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
     "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16),
 }  # fmt: skip
@@ -71,9 +71,9 @@ def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     None is no error: the caller then looks at them one by one, and knows why they are refused. The places hold as long as
     nobody resizes or frees the tensors.
     """
-    if FUNCTIONS is None or _EXCHANGE is None:
+    if FUNCTIONS is None or EXCHANGE is None:
         return None
-    if (found := FUNCTIONS.tensor_rows(tensors, torch.Tensor, _EXCHANGE)) is None:
+    if (found := FUNCTIONS.tensor_rows(tensors, torch.Tensor, EXCHANGE)) is None:
         return None
     places, nbytes, lowest, shape, lengths = found
     rows = cast("tuple[torch.Tensor, ...]", tensors)
@@ -94,10 +94,10 @@ def tensors_over(
     storage, which keeps `keepers[i]`. The caller knows that the memory is there, aligned and large enough, as long as its
     keeper lives.
     """
-    if FUNCTIONS is None or _EXCHANGE is None or (kind := _DLPACK_TYPES.get(dtype)) is None:
+    if FUNCTIONS is None or EXCHANGE is None or (kind := DLPACK_TYPES.get(dtype)) is None:
         return None
     tensors: list[torch.Tensor] | None = FUNCTIONS.tensors_over(
-        list(keepers), addresses, lengths, inner, *kind, _EXCHANGE
+        list(keepers), addresses, lengths, inner, *kind, EXCHANGE
     )
     return tensors
 

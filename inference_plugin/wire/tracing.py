@@ -96,7 +96,7 @@ def save(trace: Trace | None) -> None:
     """Queues a trace for writing, if there is one; returns at once. It takes no more spans."""
     if trace is not None:
         with contextlib.suppress(RuntimeError):  # no thread can be started any more
-            _Writer.of_process().take(trace)
+            TraceWriter.of_process().take(trace)
 
 
 class Trace:
@@ -218,17 +218,17 @@ class Trace:
         return tid
 
 
-class _Writer:
+class TraceWriter:
     """Writes traces, one after the other, in a daemon thread."""
 
-    _one: _Writer | None = None
+    one: TraceWriter | None = None
 
     @staticmethod
-    def of_process() -> _Writer:
+    def of_process() -> TraceWriter:
         """This process's writer; a fork gets its own."""
-        if _Writer._one is None or not _Writer._one._thread.is_alive():
-            _Writer._one = _Writer()
-        return _Writer._one
+        if TraceWriter.one is None or not TraceWriter.one._thread.is_alive():
+            TraceWriter.one = TraceWriter()
+        return TraceWriter.one
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[Trace | threading.Event] = queue.Queue(MAX_WAITING)
@@ -262,7 +262,7 @@ class _Writer:
 @atexit.register
 def flush() -> None:
     """Waits for the traces that were saved so far, `FLUSH_S` at most."""
-    if _Writer._one is not None and _Writer._one._thread.is_alive():
+    if TraceWriter.one is not None and TraceWriter.one._thread.is_alive():
         done = threading.Event()
-        _Writer._one.take(done)
+        TraceWriter.one.take(done)
         done.wait(FLUSH_S)

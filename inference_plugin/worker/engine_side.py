@@ -73,8 +73,8 @@ class EngineSide:
     ) -> None:
         self.group = group
         self.work = work
-        self._rank = rank
-        self._ask = ask
+        self.rank = rank
+        self.ask = ask
         self._readings = readings
 
     @property
@@ -85,7 +85,7 @@ class EngineSide:
 
     def check_sealed(self, txn: str, version: int) -> RankCommit | None:
         """First half of a commit: nothing is written. Returns the earlier answer if the transaction is committed."""
-        done: RankCommit | None = self._ask(CheckSealed, self.group.name, txn, version)
+        done: RankCommit | None = self.ask(CheckSealed, self.group.name, txn, version)
         if done is None:
             try:
                 self.installer.check_terms()
@@ -97,7 +97,7 @@ class EngineSide:
 
     def release(self) -> None:
         """Takes `check_sealed` back: another rank was not ready."""
-        self._ask(ReleaseCheck, self.group.name)
+        self.ask(ReleaseCheck, self.group.name)
 
     def share(self) -> bytes:
         """After `check_sealed`: what the other ranks' post-processing needs of this one."""
@@ -105,7 +105,7 @@ class EngineSide:
 
     def install(self, txn: str, shares: Sequence[bytes] = ()) -> Left:
         """Writes the live model. Returns "more" while bytes are still to come: call it again then. `shares`: of all ranks."""
-        version: int = self._ask(Install, self.group.name, txn)
+        version: int = self.ask(Install, self.group.name, txn)
         update = self.work.update(txn)
         if not update.is_told:
             update.is_told = True
@@ -123,24 +123,24 @@ class EngineSide:
             try:
                 update.staging.place(self.installer.place, PLACING_S)
             except WeightwireError:
-                self._ask(CheckCommitting, self.group.name, txn)  # raises the reason if the transaction was dropped
+                self.ask(CheckCommitting, self.group.name, txn)  # raises the reason if the transaction was dropped
                 raise
-        is_sealed: bool = self._ask(CheckCommitting, self.group.name, txn)
+        is_sealed: bool = self.ask(CheckCommitting, self.group.name, txn)
         return not is_sealed
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
         """Makes the new version the installed one. Call it once the version is on all ranks."""
-        self._ask(CheckCommitting, self.group.name, txn)
+        self.ask(CheckCommitting, self.group.name, txn)
         update = self.work.update(txn)
         with under(update.trace), span("finish"):
             self.installer.finish()
-        done: RankCommit = self._ask(Finished, self.group.name, txn, install_s, self.installer.needs_previous)
+        done: RankCommit = self.ask(Finished, self.group.name, txn, install_s, self.installer.needs_previous)
         save(update.trace)
         return done
 
     def undo(self, reason: str) -> None:
         """Restores the previous version. If that fails, the group is `torn`, and this raises `TornReplica`."""
-        back: WayBack = self._ask(StartUndo, self.group.name)
+        back: WayBack = self.ask(StartUndo, self.group.name)
         trace = self.work.trace(back.undone)
         try:
             self._tell_listeners(back.version, "undo")
@@ -150,9 +150,9 @@ class EngineSide:
             why, is_ours = WeightwireError.wrap(error).message, isinstance(error, WeightwireError)
             words = "weightwire: group %s could not go back to version %d: %s"
             logger.error(words, self.group.name, back.version, why, exc_info=not is_ours)
-            self._ask(Undone, self.group.name, reason, why)
+            self.ask(Undone, self.group.name, reason, why)
         else:
-            self._ask(Undone, self.group.name, reason)
+            self.ask(Undone, self.group.name, reason)
 
     def _bytes_of(self, txn: str) -> torch.Tensor | None:
         """The previous version's bytes, if they are kept. Raises `DigestMismatch` if they have changed."""
@@ -164,7 +164,7 @@ class EngineSide:
         return previous.staging.segment
 
     def _tell_listeners(self, version: int, step: str) -> None:
-        plugin_manager().hook.weightwire_installing(group=self.group.name, version=version, rank=self._rank, step=step)
+        plugin_manager().hook.weightwire_installing(group=self.group.name, version=version, rank=self.rank, step=step)
 
     # --- verify ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class EngineSide:
         state = self._look_at_weights()
         if reading is None or (reading.token, reading.writes) != (token, state.writes):
             self.stop_reading(token)
-            return RankVerify(self._rank, state.version, ()), "changed"
+            return RankVerify(self.rank, state.version, ()), "changed"
         try:
             boxes, unreadable, left = _next_portion(reading)
         except BaseException:
@@ -187,7 +187,7 @@ class EngineSide:
             raise
         if self._look_at_weights().writes != state.writes:  # the group was opened anew meanwhile
             left = "changed"
-        return RankVerify(self._rank, state.version, boxes, unreadable), left
+        return RankVerify(self.rank, state.version, boxes, unreadable), left
 
     def stop_reading(self, token: str) -> None:
         """Ends a verification: nobody waits for the rest of it."""
@@ -196,7 +196,7 @@ class EngineSide:
             del self._readings[self.group.member]
 
     def _look_at_weights(self) -> WeightsState:
-        state: WeightsState = self._ask(LookAtWeights, self.group.name)
+        state: WeightsState = self.ask(LookAtWeights, self.group.name)
         return state
 
 

@@ -71,21 +71,21 @@ class WorkerGroups:
         self.asleep = self.asleep_by_engine = False
         self._here = here
         self._members = 0
-        self._shared = Shared(rank, self._accept, self._left, self._unknown)
-        self.torn = self._shared.torn
+        self.shared = Shared(rank, self._accept, self._left, self._unknown)
+        self.torn = self.shared.torn
 
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Returns the actions for `event`, in order. If handling it raises, the error is the answer to its `asker`."""
-        self._shared.now_s = max(now_s, self._shared.now_s)
+        self.shared.now_s = max(now_s, self.shared.now_s)
         try:
             self._on(event)
         except WeightwireError as error:
             if (asker := getattr(event, "asker", None)) is None:
                 raise
-            self._shared.actions.append(Fail(asker, copy.copy(error)))  # its traceback holds the payload
+            self.shared.actions.append(Fail(asker, copy.copy(error)))  # its traceback holds the payload
         if self.closing:
             self.closing = [group for group in self.closing if not group.gone]
-        actions, self._shared.actions = self._shared.actions, []
+        actions, self.shared.actions = self.shared.actions, []
         return actions
 
     @property
@@ -114,7 +114,7 @@ class WorkerGroups:
         if isinstance(event, Request):
             self._request(event.asker, event.body, event.payload)
         elif isinstance(event, WorkEnded):
-            if (found := self._shared.under_way.pop(event.number, None)) is not None:
+            if (found := self.shared.under_way.pop(event.number, None)) is not None:
                 work_ended(*found, event.result, event.error)
         elif (handle := commit.handlers.get(type(event))) is not None:
             handle(self.named(event.group), event)  # type: ignore[union-attr] # each of them has one
@@ -141,7 +141,7 @@ class WorkerGroups:
             if isinstance(body, Begin):
                 self._check_awake()
             if isinstance(body, (Abort, Release)) and body.group not in self.groups:
-                self._shared.actions.append(Reply(asker, Done()))
+                self.shared.actions.append(Reply(asker, Done()))
             else:
                 handle(self.named(body.group), asker, body)  # type: ignore[union-attr] # each of them has one
         elif isinstance(body, Bucket):
@@ -178,7 +178,7 @@ class WorkerGroups:
             if len(self.groups) + len(self.unopened) >= MAX_GROUPS:
                 raise ProtocolError(f"{MAX_GROUPS} groups are open, which is the limit", hint="close a group first")
             self._members += 1
-            group = self.unopened[name] = WeightUpdateGroup(name, self._members, self._shared)
+            group = self.unopened[name] = WeightUpdateGroup(name, self._members, self.shared)
         requests.open_group(group, asker, request)
 
     def _accept(self, group: WeightUpdateGroup, terms: Terms) -> None:
@@ -203,12 +203,12 @@ class WorkerGroups:
 
     def _unknown(self) -> dict[str, str]:
         of_open = {group.name: group.unknown for group in self.groups.values() if group.unknown}
-        return self._shared.closed.unknown | of_open
+        return self.shared.closed.unknown | of_open
 
     def _close(self, asker: Any, name: str) -> None:
         group = self.groups.get(name) or self.unopened.get(name)
         if group is None:
-            self._shared.actions.append(Reply(asker, Done()))
+            self.shared.actions.append(Reply(asker, Done()))
             return
         if group.state == "committing":
             raise VersionConflict("the group is being committed")
@@ -216,7 +216,7 @@ class WorkerGroups:
         self.unopened.pop(name, None)
         self.closing.append(group)
         if (group.installed is not None or group.unknown) and not is_apart(name):
-            self._shared.closed.add(name, group.foreign or group.written, group.unknown)
+            self.shared.closed.add(name, group.foreign or group.written, group.unknown)
         group.close(asker)
 
     def _close_all(self) -> None:
@@ -234,11 +234,11 @@ class WorkerGroups:
 
     def _forget_versions(self, asker: Any, reason: str) -> None:
         if reason:
-            self._shared.closed.forget(reason)
+            self.shared.closed.forget(reason)
             for group in self.groups.values():
                 if not is_apart(group.name):
                     commit.forget_version(group, reason)
-        self._shared.actions.append(Reply(asker, self._unknown()))
+        self.shared.actions.append(Reply(asker, self._unknown()))
 
     def _may_sleep(self, asker: Any, discard: bool) -> None:
         """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its
@@ -255,4 +255,4 @@ class WorkerGroups:
                 hint="use level 1, which keeps the weights on the host",
             )
         self.asleep = True
-        self._shared.actions.append(Reply(asker, None))
+        self.shared.actions.append(Reply(asker, None))

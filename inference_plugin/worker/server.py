@@ -31,7 +31,7 @@ class WorkerServer(Service):
 
     def __init__(self, table: GroupTable, listen: str, card: Callable[[], WorkerCard], where: dict[str, Any]) -> None:
         self._table = table
-        self._card = card
+        self.card = card
         self._device = in_use().current()
         self.server = ReplyServer(
             self,
@@ -63,7 +63,7 @@ class WorkerServer(Service):
 
     def answer(self, asker: Asker, body: Body, payload: memoryview | None) -> Body | None:
         if isinstance(body, Describe):
-            return self._card()
+            return self.card()
         self._table.handle(asker, body, payload)
         return None
 

@@ -51,7 +51,7 @@ def _fail(batch: RankBatch, own: Store, what: str, *, fails: bool) -> None:
         batch.add({"sums": torch.zeros(len(rows) + (1 if fails else -1))})
     batch.add({"sums": sums})
     if fails:
-        own.clear(own._tasks)
+        own.clear(own.tasks)
     if what == "read":
         dist.barrier()
         if not fails:

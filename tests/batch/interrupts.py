@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -34,3 +35,11 @@ def interrupted(call: Callable[[], object], after: int) -> bool:
     finally:
         sys.setprofile(None)
     return False
+
+
+def answers(call: Callable[[], object]) -> bool:
+    """Whether a call from another thread ends: what an interrupted call left locked would keep it waiting."""
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(60)
+    return not calling.is_alive()

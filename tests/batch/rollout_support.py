@@ -76,7 +76,7 @@ def run_worker(path: str, slots: int, pool: str | None) -> None:
     while True:
         stats = {
             **dataclasses.asdict(store.stats()),
-            "held": [len(p.link.held) for p in list(worker._connections._pools.values())],
+            "held": [len(p.link.held) for p in list(worker.connections.pools.values())],
         }
         if stats != told:
             told = stats

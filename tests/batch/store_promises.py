@@ -29,13 +29,13 @@ SMALL = 64_000
 def taken_bytes(store: AnyStore) -> int:
     """What counts against the budget."""
     if isinstance(store, Store):
-        return store._taken_bytes
-    numbers = store._ask("numbers")
+        return store.taken_bytes
+    numbers = store.ask("numbers")
     return int(numbers.nbytes + numbers.reserved)
 
 
 def waiting_puts(store: AnyStore) -> int:
-    return len(store._waiting) if isinstance(store, Store) else int(store._ask("numbers").waiting)
+    return len(store.waiting) if isinstance(store, Store) else int(store.ask("numbers").waiting)
 
 
 class StorePromises(RowPromises):

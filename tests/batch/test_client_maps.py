@@ -53,7 +53,7 @@ def store() -> Iterator[Store]:
 
 
 def leased_to_nobody(store: Store) -> bool:
-    return not any(known.leases for known in store._leases._consumers.values())
+    return not any(known.leases for known in store.leases.consumers.values())
 
 
 def test_rows_of_another_process_are_mapped_without_a_copy(directory: Path) -> None:
@@ -299,7 +299,7 @@ def test_an_owner_that_stands_still_gets_its_leases_back_later_and_costs_the_oth
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_byte_that_changed_is_a_digest_mismatch_that_names_shard_and_owner(store: Store, is_far: bool) -> None:
     entries = [*store.put("good", {"k": torch.ones(2, 50)}), *store.put("bad", {"k": torch.ones(2, 5000)})]
-    store._tasks["bad"]["k"].block.memory[4321] ^= 1
+    store.tasks["bad"]["k"].block.memory[4321] ^= 1
     have: dict[Any, Any] = {}
     with pytest.raises(FetchFailed, match="1 of 2 shards could not be fetched") as raised:
         fetched(entries, elsewhere(store.owner) if is_far else store.owner, have=have)
@@ -331,7 +331,7 @@ def test_rows_that_can_t_be_mapped_are_pulled_by_one_connection_where_there_is_n
 ) -> None:
     """Where descriptors run out, both fail: mapping rows, and another connection to pull them."""
     entries = store.put("t", rows_of("t", 100_000))
-    connect = client._connect
+    connect = client.connect
     made: list[Any] = []
 
     def scarce(*_: Any, **__: Any) -> Any:
@@ -343,7 +343,7 @@ def test_rows_that_can_t_be_mapped_are_pulled_by_one_connection_where_there_is_n
 
     monkeypatch.setattr(client, "MAX_PULL_BYTES", 1 << 16)  # several pulls
     monkeypatch.setattr(SharedSegment, "attach", scarce)
-    monkeypatch.setattr(client, "_connect", connected)
+    monkeypatch.setattr(client, "connect", connected)
     have = fetched(entries, store.owner)
     assert all(as_bytes(have[entry.shard]) == as_bytes(store.get(entry.shard)) for entry in entries)
 
@@ -367,9 +367,9 @@ def test_both_processes_that_two_threads_fork_at_once_keep_the_leases(
     both = threading.Barrier(2)
 
     def fork_hooks() -> None:
-        consumer._before_fork()
+        consumer.before_fork()
         both.wait(60)
-        consumer._after_fork_in_parent()
+        consumer.after_fork_in_parent()
 
     threads = [threading.Thread(target=fork_hooks) for _ in range(2)]
     for thread in threads:

@@ -100,7 +100,7 @@ def test_of_too_many_the_one_that_waits_longest_is_closed() -> None:
         channels = [Channel(store.owner.address) for _ in range(MOST_KEPT + 3)]
         for channel in channels:
             kept.keep(store.owner, channel)
-        assert [channel._socket.closed for channel in channels] == [True] * 3 + [False] * MOST_KEPT
+        assert [channel.socket.closed for channel in channels] == [True] * 3 + [False] * MOST_KEPT
         taken = [kept.take(store.owner) for _ in range(MOST_KEPT)]
         assert taken == channels[3:] and kept.take(store.owner) is None and kept.due_s == float("inf")
         for channel in channels:

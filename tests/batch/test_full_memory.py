@@ -154,7 +154,7 @@ def test_a_segment_that_the_system_refuses_is_a_typed_error_and_what_is_held_sta
             for _ in range(3):
                 with pytest.raises(TransportUnavailable, match="a segment of 33554432 bytes can't be made"):
                     store.put("t", {"small": [1], "large": torch.ones(1, 32 * MIB, dtype=torch.uint8)})
-            assert (store.stats().tasks, store.stats().nbytes, store._taken_bytes) == (1, 4 * MIB, 4 * MIB)
+            assert (store.stats().tasks, store.stats().nbytes, store.taken_bytes) == (1, 4 * MIB, 4 * MIB)
             assert descriptors() <= opened + 2
             (small,) = store.put("small", {"k": [7]})
         (large,) = store.put("t", {"large": torch.ones(1, 32 * MIB, dtype=torch.uint8)})

@@ -159,7 +159,7 @@ def test_rows_that_no_memory_could_hold_are_refused_before_they_are_copied(store
         store.put("t", {"k": torch.ones(1, 1).expand(4, 1 << 38)})
     with Store(budget_bytes=1 << 50) as large, pytest.raises(BatchError, match="can't be copied to contiguous memory"):
         large.put("t", {"k": torch.ones(1, 1).expand(1 << 10, 1 << 36)})
-    assert store.stats().tasks == 0 and store._taken_bytes == 0
+    assert store.stats().tasks == 0 and store.taken_bytes == 0
 
 
 def test_a_meta_tensor_has_no_values_to_put(store: Store) -> None:

@@ -98,7 +98,7 @@ def test_tasks_whose_rows_are_gone_are_left_out_and_named_until_no_rows_are_left
 def test_rows_that_arrive_wrong_are_an_error_and_not_left_out(stores: tuple[Store, Store]) -> None:
     owner, mine = stores
     whole = drawn(owner, 2)
-    owner._tasks["t1"]["ids"].block.memory[0] ^= 1
+    owner.tasks["t1"]["ids"].block.memory[0] ^= 1
     batch = RankBatch(whole, mine, by="ids")
     with pytest.raises(BatchError, match=r"rank 0: .*digest"):
         batch.fetch()
@@ -124,7 +124,7 @@ def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[S
     rows = batch.fetch()
     assert rows is not None
     batch.add({"sums": torch.zeros(len(rows))})
-    mine.clear(mine._tasks)
+    mine.clear(mine.tasks)
     with pytest.raises(BatchError, match="rows that the ranks computed are lost"):
         batch.fetch()
 

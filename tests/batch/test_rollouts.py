@@ -373,7 +373,7 @@ def test_close_fails_what_is_pending_stops_the_workers_and_may_be_called_twice(p
 
         waiting = threading.Thread(target=take)
         waiting.start()
-        eventually(lambda: pool._machine.waiters, "a waiting user")
+        eventually(lambda: pool.machine.waiters, "a waiting user")
         pool.close()
         pool.close()
         waiting.join(LONG_S)
@@ -426,13 +426,18 @@ def test_a_slow_callback_keeps_no_other_completion_waiting(pools: Any, directory
 
 
 def test_a_function_that_blocks_its_worker_delays_no_announcement_and_is_no_silence(
-    pools: Any, directory: Path
+    pools: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = pools(silence_s=3)
     gate, began = directory / "gate", directory / "began"
     with LocalWorker(slots=2) as local:
-        proxied = local.worker._put
-        local.worker._put = lambda *what: (eventually(began.exists, "the other function"), proxied(*what))  # type: ignore
+        put = local.store.put
+
+        def put_meanwhile(*what: Any, **options: Any) -> Any:
+            eventually(began.exists, "the other function")
+            return put(*what, **options)
+
+        monkeypatch.setattr(local.store, "put", put_meanwhile)
         first = pool.submit("first", {})
         eventually(lambda: pool.stats().running, "the first function")
         blocked = pool.submit("blocked", {"block": True, "gate": str(gate), "began": str(began)})
@@ -643,16 +648,16 @@ def test_the_worker_forgets_tasks_that_their_consumers_cleared(
 ) -> None:
     pool = pools()
     with LocalWorker() as local:
-        local.worker._prune_at = 8
+        local.worker.prune_at = 8
         for i in range(40):
             assert pool.submit(f"t{i}", {}).result(LONG_S)
             pool.next_batch(1, timeout_s=LONG_S).clear(timeout_s=LONG_S)
-        (link,) = (one.link for one in local.worker._connections._pools.values())
+        (link,) = (one.link for one in local.worker.connections.pools.values())
         eventually(lambda: "t39" in link.held, "the pool's answer to the last announcement")
         asked: list[set[str]] = []
         held = local.store.held
         monkeypatch.setattr(local.store, "held", lambda task_ids: asked.append(set(task_ids)) or held(task_ids))
-        local.worker._prune_at = 0
+        local.worker.prune_at = 0
         assert pool.submit("last", {}).result(LONG_S)
         eventually(lambda: link.held == {"last"}, "a short list")
         assert len(asked) == 1 and len(asked[0]) > 1, "one question about all: it is a round trip in a store on Ray"

@@ -182,11 +182,11 @@ def test_a_lease_that_was_given_up_does_not_begin_with_a_late_copy_of_its_reques
         peer = Peer(store.owner.address)
         for _ in range(2):  # the same lease, not two
             assert len(peer.ask(lease).places) == 2
-        assert store._tasks["t"]["k"].readers == 2
+        assert store.tasks["t"]["k"].readers == 2
         assert peer.ask(codec.encode(EndLeases("stranger", (LeaseEnd(3),)))) == Done()
         late = peer.ask(lease)
         assert isinstance(late, Failed) and "lease 3 has ended" in late.error.message
-        assert store._tasks["t"]["k"].readers == 0
+        assert store.tasks["t"]["k"].readers == 0
         other = Lease(msgspec.structs.replace(HERE, pid=1), 4, ())
         assert "belongs to another process" in peer.ask(codec.encode(other)).error.message
         peer.close()

@@ -66,7 +66,7 @@ class Writer:
         return os.getpid()
 
     def shards(self) -> int:
-        store = self.tq.get_client().storage_manager._store
+        store = self.tq.get_client().storage_manager.store
         return 0 if store is None else int(store.stats().shards)
 
 
@@ -102,7 +102,7 @@ def partition(queue: Any, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def held(queue: Any) -> int:
-    store = queue.get_client().storage_manager._store
+    store = queue.get_client().storage_manager.store
     return 0 if store is None else int(store.stats().shards)
 
 
@@ -130,11 +130,11 @@ class QueueRows:
         fields = {key: field_of(value) for key, value in data.items()}
         keys = [f"{task_id}/{i}" for i in range(len(next(iter(data.values()))))]
         manager = self._queue.get_client().storage_manager
-        manager._timeout_s = 1.0
+        manager.timeout_s = 1.0
         try:
             put(self._queue, keys, self._partition, fields)
         finally:  # not what it was: several threads may put at once
-            manager._timeout_s = CONFIG["backend"]["weightwire"]["timeout_s"]
+            manager.timeout_s = CONFIG["backend"]["weightwire"]["timeout_s"]
         self._samples[task_id] = keys
         return batch_of(metadata_of(self._queue, keys, self._partition))
 
@@ -266,7 +266,7 @@ def impatient(queue: Any) -> Iterator[Any]:
 def metadata_of(queue: Any, keys: list[str], partition: str) -> Any:
     client = queue.get_client()
     asked = client.async_kv_retrieve_meta(keys, partition)
-    return asyncio.run_coroutine_threadsafe(asked, client._loop).result(600)
+    return asyncio.run_coroutine_threadsafe(asked, client._loop).result(600)  # noqa: SLF001
 
 
 def test_a_put_stands_whose_old_rows_cannot_be_dropped_and_a_clear_says_which_it_did_not_reach(
@@ -285,7 +285,7 @@ def test_a_put_stands_whose_old_rows_cannot_be_dropped_and_a_clear_says_which_it
     finally:
         os.kill(pid, signal.SIGCONT)
     with few_descriptors(0), pytest.raises(TransportUnavailable, match="descriptors"):
-        asyncio.run_coroutine_threadsafe(impatient.clear_data(metadata), queue.get_client()._loop).result(600)
+        asyncio.run_coroutine_threadsafe(impatient.clear_data(metadata), queue.get_client()._loop).result(600)  # noqa: SLF001
     queue.kv_clear(["a"], partition)
     assert ray.get(writer.shards.remote(), timeout=600) <= 1, "the row that was replaced, at most"
     ray.kill(writer)
@@ -307,7 +307,7 @@ def test_a_put_whose_caller_is_cancelled_goes_on_and_its_rows_can_be_cleared(que
     client = queue.get_client()
 
     def ask(call: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, client._loop).result(600)
+        return asyncio.run_coroutine_threadsafe(call, client._loop).result(600)  # noqa: SLF001
 
     put(queue, ["first"], partition, {"k": torch.zeros(1, 40 * MIB, dtype=torch.uint8)})
     rows = tensordict.TensorDict({"late": torch.zeros(1, 30 * MIB, dtype=torch.uint8)}, batch_size=1)

@@ -61,7 +61,7 @@ def test_a_replica_killed_and_one_added_in_30_updates_under_load_cost_the_others
                     stalling = Stalling(weights(models[version % 2]))
                     update = manager.update_async(stalling, version)
                     assert stalling.stalled.wait(600)
-                    doomed._kill()
+                    doomed.kill()
                     stalling.go_on.set()
                     outcome = sorted((r.engine, r.status) for r in update.result(600).replicas)
                     assert outcome == [("sglang", "committed"), ("vllm", "committed"), ("vllm", "failed")]

@@ -55,10 +55,10 @@ class TransformersDriver:
         return [self.engine.generate(prompt, max_tokens) for prompt in prompts]
 
     def wait_for_tokens(self, running: list[Future[Completion]], count: int) -> None:
-        loop = self.engine._loop
+        loop = self.engine.loop
 
         def lacks_tokens(future: Future[Completion]) -> bool:
-            taken = {request.future: len(request.tokens) for request in [*loop._running, *loop._held]}
+            taken = {request.future: len(request.tokens) for request in [*loop.running, *loop.held]}
             return not future.done() and taken.get(future, 0) < count  # one that was just submitted is not taken yet
 
         while any(lacks_tokens(future) for future in running):
@@ -196,8 +196,8 @@ def test_a_request_that_fails_or_is_cancelled_ends_alone_and_the_engine_goes_on(
 def test_a_request_that_comes_while_the_engine_is_closed_ends_too(directory: Path, checkpoint: Checkpoint) -> None:
     with TransformersEngine(checkpoint("llama", tied=False, seed=1)) as engine:
         is_closing = threading.Event()
-        engine._loop.submit(is_closing.wait)  # type: ignore[arg-type]
-        engine._loop.submit(engine._loop.stop)
+        engine.loop.submit(is_closing.wait)  # type: ignore[arg-type]
+        engine.loop.submit(engine.loop.stop)
         late = engine.generate(PROMPTS[0], COUNT)
         is_closing.set()
         assert late.result(30).finish_reason == "abort"

@@ -86,10 +86,10 @@ def two_helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also on one core."""
     own = os.sched_getaffinity(0)
     monkeypatch.setattr(rows, "PART_BYTES", 100)
-    monkeypatch.setattr(rows, "_cores", lambda: frozenset(own) | {max(own) + 1 if len(own) == 1 else min(own)})
-    rows._helpers.cache_clear()
+    monkeypatch.setattr(rows, "usable_cores", lambda: frozenset(own) | {max(own) + 1 if len(own) == 1 else min(own)})
+    rows.helper_pool.cache_clear()
     yield
-    rows._helpers.cache_clear()
+    rows.helper_pool.cache_clear()
 
 
 def two_parts() -> tuple[rows.BoundRows, torch.Tensor]:
@@ -104,7 +104,7 @@ def two_parts() -> tuple[rows.BoundRows, torch.Tensor]:
 @pytest.mark.usefixtures("two_helpers")
 def test_nothing_is_written_any_more_once_a_copy_is_said_to_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, flat = two_parts()
-    begun, copy_share = threading.Event(), rows._copy_share
+    begun, copy_share = threading.Event(), rows.copy_share
 
     def copy(share: rows.BoundRows) -> float:
         if share.copies["target_start"][0] == 0:
@@ -114,7 +114,7 @@ def test_nothing_is_written_any_more_once_a_copy_is_said_to_have_failed(monkeypa
         time.sleep(0.2)
         return copy_share(share)
 
-    monkeypatch.setattr(rows, "_copy_share", copy)
+    monkeypatch.setattr(rows, "copy_share", copy)
     with pytest.raises(MemoryError, match="no memory for the table"):
         bound.copy()
     flat.zero_()  # the way back
@@ -163,9 +163,9 @@ def test_what_helpers_work_counts_as_work_of_the_thread_that_they_help(monkeypat
     """Else the throttle would let a copy on all cores take more of the time than its share."""
     monkeypatch.setattr(rows, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(
-        rows, "_cores", lambda: frozenset(os.sched_getaffinity(0)) | {-1}
+        rows, "usable_cores", lambda: frozenset(os.sched_getaffinity(0)) | {-1}
     )  # two threads, also on one core
-    monkeypatch.setattr(rows, "_helpers", lambda threads: ThreadPoolExecutor(threads))
+    monkeypatch.setattr(rows, "helper_pool", lambda threads: ThreadPoolExecutor(threads))
     origin, flat = torch.ones(32 << 20, dtype=torch.uint8), torch.zeros(32 << 20, dtype=torch.uint8)
     whole = Placement(Region("w", 0, (32 << 20,), (1,)), Region("p", 0, (32 << 20,), (1,)), torch.uint8, (32 << 20,))
     table, before_s = row_table([whole]), rows.helped_s()
@@ -178,17 +178,17 @@ def test_what_helpers_work_counts_as_work_of_the_thread_that_they_help(monkeypat
 def test_helpers_run_on_every_core_of_the_process_though_the_caller_is_bound_to_one() -> None:
     own = os.sched_getaffinity(0)
     helpers: list[set[int]] = []
-    rows._helpers.cache_clear()
+    rows.helper_pool.cache_clear()
     bound = threading.Event()
 
     def call() -> None:
         os.sched_setaffinity(0, {min(own)})
         bound.set()
-        assert rows._cores() >= own
-        helpers.extend(rows._helpers(2).map(lambda _: os.sched_getaffinity(0), range(2)))
+        assert rows.usable_cores() >= own
+        helpers.extend(rows.helper_pool(2).map(lambda _: os.sched_getaffinity(0), range(2)))
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
     assert bound.is_set() and helpers == [own] * 2
-    rows._helpers.cache_clear()
+    rows.helper_pool.cache_clear()

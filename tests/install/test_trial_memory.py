@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from inference_plugin.engines.skeleton import build_skeleton
-from inference_plugin.engines.transformers import _Model
+from inference_plugin.engines.transformers import GeneratingModel
 from inference_plugin.install.negotiation import agree
 from inference_plugin.wire.errors import EngineUnsupported
 from trainer_adapters import ModuleAdapter
@@ -27,7 +27,7 @@ kind, tied = sys.argv[1], sys.argv[2] == "tied"
 MIB = 1 << 20
 
 
-class Model(_Model):
+class Model(GeneratingModel):
     left_bytes = 0
 
     def free_bytes(self):

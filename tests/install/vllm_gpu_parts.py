@@ -259,7 +259,7 @@ def ranks_with_context_parallelism(config: VllmConfig) -> list[list[int]]:
         finally:
             parallel_state._PCP = group
         assert reply.card is not None, reply
-        found.append([reply.card.rank, worker._weightwire_runtime.model.ranks])
+        found.append([reply.card.rank, worker.weightwire_runtime.model.ranks])
         WorkerBase.weightwire_stop(worker)
     return found
 

@@ -267,7 +267,7 @@ def test_a_manager_that_is_closed_at_the_end_of_a_training_is_kept_by_nobody(mon
     sync = WeightSync(SimpleNamespace(model=torch.nn.Linear(2, 2)), generation, "bfloat16", {})
     with pytest.raises(PeerLost):
         sync()
-    manager: Any = weakref.ref(sync._manager)  # type: ignore[arg-type]
+    manager: Any = weakref.ref(sync.manager)  # type: ignore[arg-type]
     sync.close()
     gc.collect()
     assert manager() is None

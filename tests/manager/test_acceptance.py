@@ -66,13 +66,13 @@ def test_free_bytes_are_a_whole_number_on_a_live_worker_and_nothing_else_is_take
 
 def senders_memory(manager: SyncManager) -> Iterator[Any]:
     """All memory from which this trainer sent."""
-    for sender in manager._context.writer.senders.values():
+    for sender in manager.context.writer.senders.values():
         if isinstance(sender, ShmSender):
-            yield from (segment.tensor.numpy() for segment in sender._owned.values())
+            yield from (segment.tensor.numpy() for segment in sender.owned.values())
         elif isinstance(sender, NixlSender):
             yield sender.ring.memory.numpy()
         elif isinstance(sender, ZmqSender):
-            yield from (buffer.memory for lane in sender._lanes.values() for buffer in lane._buffers)
+            yield from (buffer.memory for lane in sender.lanes.values() for buffer in lane.buffers)
 
 
 WAYS = [*itertools.product(("shm", "zmq", "delta", "nixl"), ("copy", "standby")), ("stream", "streaming")]
@@ -165,8 +165,8 @@ def test_a_worker_killed_while_the_trainer_is_inside_a_broadcast_ends_it_long_be
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    eventually(lambda: group._pending, "the broadcast")
-    assert sending.is_alive() and not group._pending[0].is_completed()
+    eventually(lambda: group.pending, "the broadcast")
+    assert sending.is_alive() and not group.pending[0].is_completed()
     kill(pid)
     sending.join(600)
     assert isinstance(found[0], PeerLost | RuntimeError), found

@@ -89,18 +89,18 @@ def a_listener_that_wants_to_exit(one: SyncManager, patch: pytest.MonkeyPatch) -
 
 
 def an_answer_whose_details_cant_be_read(one: SyncManager, patch: pytest.MonkeyPatch) -> None:
-    take = Transaction._do
+    take = Transaction.do
 
     def taking(transaction: Transaction, event: Event) -> None:
         take(transaction, event)
         if isinstance(event, Answered) and isinstance(event.answer, Committed):
             raise KeyError("a bug of ours")
 
-    patch.setattr(Transaction, "_do", taking)
+    patch.setattr(Transaction, "do", taking)
 
 
 def an_answer_whose_costs_cant_be_reported(one: SyncManager, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reporting, "_costs", no_space)
+    patch.setattr(reporting, "costs", no_space)
 
 
 def a_plugin_that_raises_before_the_report(one: SyncManager, patch: pytest.MonkeyPatch) -> None:

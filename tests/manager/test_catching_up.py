@@ -86,7 +86,7 @@ def test_a_replica_that_joins_gets_the_last_version_at_once_and_no_other_one_is_
         others = {first.card.address, *(worker.address for worker in first.card.workers)}
         assert asked and not others & set(asked), "p2p: the others notice nothing"
         if transport == "shm":
-            inodes = {str(os.fstat(s.fd).st_ino) for s in manager._context.writer.senders["shm"]._owned.values()}  # type: ignore[attr-defined]
+            inodes = {str(os.fstat(s.fd).st_ino) for s in manager.context.writer.senders["shm"].owned.values()}  # type: ignore[attr-defined]
             mapped = Path(f"/proc/{second.worker_pid()}/maps").read_text().splitlines()
             assert {line.split()[4] for line in mapped if "memfd:weightwire" in line} <= inodes, "no copy of it is made"
         # From now on it is a replica like the others, and has a way back.
@@ -251,7 +251,7 @@ def test_bytes_that_are_no_longer_what_the_trainer_wrote_are_not_installed(
 def check_changed_bytes(start: Start, manager: SyncManager, transport: str) -> None:
     first = start()
     manager.update(source(1), 1)
-    for segment in manager._context.writer.senders["shm"]._owned.values():  # type: ignore[attr-defined]
+    for segment in manager.context.writer.senders["shm"].owned.values():  # type: ignore[attr-defined]
         segment.tensor[0] ^= 1
     manager.settings.transports = [transport_named(transport)]
     second = start()
@@ -342,7 +342,7 @@ def test_whatever_ends_a_catch_up_its_bytes_are_given_back_and_it_is_tried_again
     def noted(status: Any, **_: Any) -> None:
         if status.state in ("joining", "behind") and status.reason:
             reasons.append(status.reason)
-            pinned.append(manager._fleet._machine.segments_read())  # type: ignore[union-attr]
+            pinned.append(manager.fleet.machine.segments_read())  # type: ignore[union-attr]
 
     manager.on("replica_state", noted)
     wrapped = fails.around(getattr(place, name))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +25,14 @@ from inference_plugin.wire.errors import (
     ProtocolError,
     VersionConflict,
 )
+from inference_plugin.wire.messages import ReplicaCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.manager.trainer import Trainer
 from tests.support.plain_engine import checkpoint, manifest_of
-from tests.support.rig import ROOT, eventually
+from tests.support.rig import ROOT
 from trainer_adapters import ExportAdapter, ModuleAdapter, SyncManager
-from trainer_adapters.fleet.fleet import leading
+from trainer_adapters.fleet.registry import Registry
 
 
 @pytest.fixture
@@ -310,12 +312,21 @@ def test_a_closed_manager_says_that_it_is_closed(start: Start) -> None:
     assert json.loads(json.dumps(rig.ask("state")))["refusal"] is None
 
 
-def test_whoever_waits_for_replicas_is_told_that_the_manager_is_closed(start: Start) -> None:
+def test_whoever_waits_for_replicas_is_told_that_the_manager_is_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = SyncManager(timeout_s=60)
-    with ThreadPoolExecutor(1) as threads:
+    looked, cards = threading.Event(), Registry.cards
+
+    def looking(here: Registry) -> list[ReplicaCard]:
+        if threading.current_thread().name.startswith("waits"):
+            looked.set()
+        return cards(here)
+
+    monkeypatch.setattr(Registry, "cards", looking)
+    with ThreadPoolExecutor(1, thread_name_prefix="waits") as threads:
         waits = threads.submit(manager.wait_for_replicas, 1, timeout_s=1e300)
-        registry: Any = leading(manager._fleet).registry
-        eventually(lambda: registry._changed._waiters, "a thread that waits")
+        assert looked.wait(600)
         manager.close()
         with pytest.raises(ManagerClosed, match="closed while replicas were waited for"):
             waits.result(30)

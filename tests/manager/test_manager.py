@@ -605,7 +605,7 @@ class CorruptingSender(shm.ShmSender):
     def write(self, *arguments: Any, **options: Any) -> Any:
         result = super().write(*arguments, **options)
         if self.flips:
-            for segment in self._owned.values():
+            for segment in self.owned.values():
                 segment.tensor[0] ^= 1
         return result
 
@@ -616,7 +616,7 @@ def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(start: Start, mo
         manager.update(source(1), 1)
         corrupting = dataclasses.replace(shm.TRANSPORT, sender=CorruptingSender)
         manager.settings.transports = [corrupting]
-        manager._context.writer.senders.pop("shm").close()
+        manager.context.writer.senders.pop("shm").close()
         monkeypatch.setattr("trainer_adapters.update.writer.transport_named", lambda _name: corrupting)
         with pytest.raises(DigestMismatch, match=r"embed.weight\[0:48, 0:16\] is not what the trainer sent") as raised:
             manager.update(source(2), 2)

@@ -108,7 +108,7 @@ def test_without_a_directory_nothing_is_made_and_nothing_is_written(
         raise AssertionError("a trace was made")
 
     monkeypatch.setattr(Trace, "__init__", made)
-    monkeypatch.setattr(tracing._Writer, "__init__", made)
+    monkeypatch.setattr(tracing.TraceWriter, "__init__", made)
     start()
     with SyncManager(timeout_s=60) as manager:
         assert manager.update(ShardSource(checkpoint(1)), 1).failed == ()
@@ -120,7 +120,7 @@ def test_without_a_directory_nothing_is_made_and_nothing_is_written(
 def test_a_trace_that_cannot_be_written_fails_no_update_and_is_told_once(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing._Writer, "_one", None)
+    monkeypatch.setattr(tracing.TraceWriter, "one", None)
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a directory")
     rig = start(tp=2, WEIGHTWIRE_PROFILE_DIR=str(in_the_way))
@@ -136,7 +136,7 @@ def test_an_update_does_not_wait_for_a_disk_that_hangs(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
-    monkeypatch.setattr(tracing._Writer, "_one", None)
+    monkeypatch.setattr(tracing.TraceWriter, "one", None)
     hangs, works_again = threading.Event(), threading.Event()
     write = Trace.write
 

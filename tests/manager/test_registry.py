@@ -132,7 +132,7 @@ def test_replicas_of_this_host_tell_every_manager_and_nobody_looks_for_them(
 
     def wait() -> None:
         there = names_of(one.wait(2, 600))
-        found.append((there, one._changes))
+        found.append((there, one.changes))
 
     waits = threading.Thread(target=wait, name="the one that waits")
     waits.start()

@@ -166,7 +166,7 @@ class Job:
     def _start_replica(self, ranks: int) -> None:
         name = self.world.unique("r")
         self.replicas.append(Replica(self.network, name, ranks, self.plan.install, self.segments))
-        self._poke()
+        self.poke()
 
     def _start_trainer(self, size: int) -> Trainer:
         settings = Settings("policy", [SHM, STREAM], **self.plan.settings)
@@ -191,16 +191,16 @@ class Job:
             if process in trainer.processes:
                 self.world.at(2.0, None, self._end_party, trainer.processes)
                 self.world.at(0.001, trainer.processes[0], trainer.rank_ended, process)
-        self._poke()
+        self.poke()
 
     def _end_party(self, processes: Sequence[Process]) -> None:
         for process in processes:
             self.crash(process)
 
-    def _poke(self) -> None:
+    def poke(self) -> None:
         for trainer in self.trainers:
             if trainer.processes[0].alive:
-                trainer._poke()
+                trainer.poke()
 
     def _special(self, fault: Fault) -> None:
         if fault.kind == "second manager":
@@ -285,7 +285,7 @@ class Job:
             if by.name not in world.touched and not self._disturbed(by):
                 raise Violation(f"P3: the update failed before it began: {operation.error}")
             return
-        participants = one._machine.participants
+        participants = one.machine.participants
         serving = [name for name, each in participants.items() if each.state == "committed"]
         if operation.error is not None and serving:
             raise Violation(f"P8: the update of {serving} is committed, and raises {operation.error}")
@@ -336,8 +336,8 @@ class Job:
                 if busy := [group.name for group in worker.machine.groups.values() if group.busy]:
                     raise Violation(f"{worker.process.name} has a transaction of {busy} that nobody will end")
             held = replica.machine.standing.held
-            if replica.is_whole and replica.lost is None and (held is not None or replica.machine._commands):
-                raise Violation(f"{replica.name} is held by {held}, or works on {replica.machine._commands}")
+            if replica.is_whole and replica.lost is None and (held is not None or replica.machine.commands):
+                raise Violation(f"{replica.name} is held by {held}, or works on {replica.machine.commands}")
 
     def _replenish(self) -> None:
         """Replicas that lost a process, or whose executor did, are replaced; rivals and pausers end."""

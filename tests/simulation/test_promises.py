@@ -92,29 +92,29 @@ def publish_before_refusing(plan: CommitPlan, standing: Standing, reason: str) -
 
 def renew_one_after_the_other(self: Leases, channels: dict[str, Any]) -> None:
     """Waits for each worker's answer before it asks the next."""
-    for card in self._renewed:
-        for address, connect in worker_connections(card, self._silence_s).items():
+    for card in self.renewed:
+        for address, connect in worker_connections(card, self.silence_s).items():
             if address not in channels:
                 channels[address] = connect()
             if channels[address].is_open:
                 return
-            channels[address].send(self._request)
+            channels[address].send(self.request)
 
 
 def undo_on_the_first_rank_only(self: EngineSide, reason: str, whole: Any = EngineSide.undo) -> None:
-    if self._rank == 0:
+    if self.rank == 0:
         whole(self, reason)
     else:
-        self._ask(StartUndo, self.group.name)
-        self._ask(Undone, self.group.name, reason)
+        self.ask(StartUndo, self.group.name)
+        self.ask(Undone, self.group.name, reason)
 
 
 DEFECTS: dict[str, tuple[Any, str, Any, str]] = {
-    "a torn replica is published before it refuses": (commit, "_tear", publish_before_refusing, "P1"),
+    "a torn replica is published before it refuses": (commit, "tear", publish_before_refusing, "P1"),
     "what raises after a commit makes the update fail": (
         TransactionMachine, "has_committed", property(lambda _self: False), "P8",
     ),
-    "leases are renewed one after the other": (Leases, "_renew", renew_one_after_the_other, "P3"),
+    "leases are renewed one after the other": (Leases, "renew_round", renew_one_after_the_other, "P3"),
     "an undo is left out on one rank": (EngineSide, "undo", undo_on_the_first_rank_only, "P1"),
     "what is streamed outlives its trainer": (
         WeightUpdateGroup, "is_streaming", property(lambda _self: False), "nobody will end",

@@ -80,7 +80,7 @@ class Trainer:
         self.processes = [Process(self.world, f"{name}.{rank}", name) for rank in range(size)]
         self.ranks = RanksMachine(size)
         self.fleet = Fleet(settings, job)
-        self.fleet.poke = self._poke  # type: ignore[method-assign]
+        self.fleet.poke = self.poke  # type: ignore[method-assign]
         self.segments: list[Segment] = []
         self.main: Task | None = None
         self.catching: Task | None = None
@@ -118,7 +118,7 @@ class Trainer:
 
     def _lead(self, operation: Operation) -> Steps:
         """As `leader.lead`, within `Fleet.updating`."""
-        self.fleet._on(UpdateBegan())
+        self.fleet.on(UpdateBegan())
         self._ranks(EnterOperation(f"update:{operation.version}", operation.deadline_s))
         try:
             yield from self._update(operation)
@@ -130,7 +130,7 @@ class Trainer:
                 self._ranks(RanksTick())
         else:
             self._ranks(SendOutcome(Outcome(b"")))
-        self.fleet._on(UpdateEnded())
+        self.fleet.on(UpdateEnded())
         self.fleet.poke()
         operation.over, operation.waits[0] = True, False
         self.job.update_ended(operation)
@@ -148,16 +148,16 @@ class Trainer:
             try:
                 ways = yield from self._run_steps(operation, one)
             except WeightwireError as error:
-                if not one._machine.has_committed:
+                if not one.machine.has_committed:
                     yield from one.aborted(error.message)
-                if not one._machine.has_committed:
+                if not one.machine.has_committed:
                     self._close(one)
                     raise
                 ways = ()
         except WeightwireError:
             self.fleet.settle(operation.version, one.errors)
             raise
-        one._do(LeaveBehind())
+        one.do(LeaveBehind())
         yield from one.waiting()
         self._close(one)
         self.fleet.settle(operation.version, one.errors)
@@ -180,7 +180,7 @@ class Trainer:
         needed = policy.count if isinstance(policy, Quorum) else math.inf if policy == "all" else 1
         names = {card.replica for card in self.fleet.cards()}
         until_s = world.now_s + (operation.deadline_s - world.now_s) / 2
-        while len(self.fleet._machine.free(names, needed)) < min(needed, len(names)) and world.now_s < until_s:
+        while len(self.fleet.machine.free(names, needed)) < min(needed, len(names)) and world.now_s < until_s:
             yield until_s
         part = self.fleet.take_part(needed, 0)
         ways = yield from one.agree_on(part.sessions, lambda: self._allocate(operation), part.unreached)
@@ -203,8 +203,8 @@ class Trainer:
         return ways
 
     def _close(self, one: SimulatedTransaction) -> None:
-        one._leases.close()
-        one._inquiry.close()
+        one.leases.close()
+        one.inquiry.close()
 
     def _allocate(self, operation: Operation) -> bytes:
         """A segment that no replica holds and no silent rank may still write into."""
@@ -332,19 +332,19 @@ class Trainer:
 
     # --- catching up, and the end ------------------------------------------------------------------------------------------
 
-    def _poke(self) -> None:
+    def poke(self) -> None:
         for task in (self.catching, self.main):
             if task is not None and not task.over:
                 self.world.at(0.0, self.processes[0], task.news)
 
     def _catching_up(self) -> Steps:
-        while not self.fleet._machine.closed:
+        while not self.fleet.machine.closed:
             self.fleet.look()
             self.fleet.to_tell()
             for due in self.fleet.due():
                 self.catch_ups += 1
                 Task(self.processes[0], self._catch_up(due))
-            yield self.fleet._machine.wakes_at_s or math.inf
+            yield self.fleet.machine.wakes_at_s or math.inf
 
     def _catch_up(self, due: CatchUp) -> Steps:
         connected: ReplicaSession | None = None
@@ -368,12 +368,12 @@ class Trainer:
             yield from one.run(SealAll((), digest))
             yield from one.run(CommitAll())
         except WeightwireError as error:
-            if not one._machine.has_committed:
+            if not one.machine.has_committed:
                 yield from one.aborted(error.message)
-            if not one._machine.has_committed:
+            if not one.machine.has_committed:
                 self._close(one)
                 raise
-        one._do(LeaveBehind())
+        one.do(LeaveBehind())
         yield from one.waiting()
         self._close(one)
         if (failed := one.errors[replica]) is not None:
@@ -386,7 +386,7 @@ class Trainer:
     def _closing(self) -> Steps:
         self.fleet.close()
         self.fleet.adopt()
-        sessions = list(self.fleet._sessions.values())
+        sessions = list(self.fleet.sessions.values())
         channels: list[Any] = [channel for each in sessions for channel in each.workers]
         for channel in channels:
             channel.send(Release(self.settings.group))
@@ -395,5 +395,5 @@ class Trainer:
             yield until_s
         for each in sessions:
             each.close()
-        self.fleet._sessions.clear()
+        self.fleet.sessions.clear()
         self.closed = True

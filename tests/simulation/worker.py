@@ -404,7 +404,7 @@ class SimulatedWorker:
             self._world.at(0.0, self.process, act)
 
     def _end(self, member: int, number: int, what: do.Work | Staging, error: WeightwireError | None) -> None:
-        if number not in self.machine._shared.under_way:
+        if number not in self.machine.shared.under_way:
             return  # a stage that was cancelled has ended before
         result: Any = None
         try:

@@ -68,12 +68,12 @@ def failures_of_ours() -> dict[str, Any]:
 
     core: Any = SimpleNamespace()
     control: Any = CoreControl(core)
-    core._weightwire_control = control
+    core.weightwire_control = control
     control.root_epoch = 1
     request: Any = SimpleNamespace(request_id="r", client_index=0)
     added: list[Any] = [EngineCore.add_request(core, request)]
-    added += [[o.request_id, o.stop_reason] for outputs in control._stash for o in outputs.outputs]
-    control._stash.clear()
+    added += [[o.request_id, o.stop_reason] for outputs in control.stash for o in outputs.outputs]
+    control.stash.clear()
     with control.lock:
         control.submit(lambda: 1 / 0)
         stepped = control.step(lambda: "stepped")

@@ -61,8 +61,8 @@ class EngineReplica:
 
     def end(self) -> None:
         self.driver.family()
-        self.driver._kill()
-        self.driver._leave()
+        self.driver.kill()
+        self.driver.leave()
 
 
 class EngineStorm(Troubles[EngineReplica]):

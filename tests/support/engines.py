@@ -155,8 +155,8 @@ class Engine:
         try:
             self.start()
         except BaseException:
-            self._kill()
-            self._leave()
+            self.kill()
+            self.leave()
             print(self.log_tail(), file=sys.stderr)
             raise
         return self
@@ -174,8 +174,8 @@ class Engine:
         finally:
             if kind is not None:
                 self._show_stacks()
-            self._kill()
-            self._leave()
+            self.kill()
+            self.leave()
 
     def _show_stacks(self) -> None:
         """Prints where the threads of its processes stand, in the kernel and in Python, and the end of their log."""
@@ -224,7 +224,7 @@ class Engine:
             _ = self.cards
         finally:
             if ended:
-                self._leave()
+                self.leave()
         directory = self.runtime / self.job
         ours = f"registry-{os.getpid()}-"
         found = [p.name for p in directory.glob("*") if p.suffix != ".report"] if directory.exists() else []
@@ -257,7 +257,7 @@ class Engine:
                 start_new_session=True,
             )
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         family = self.family()
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -266,7 +266,7 @@ class Engine:
             self.process.wait(30)
         psutil.wait_procs(family, timeout=30)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

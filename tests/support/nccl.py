@@ -42,8 +42,8 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         of_gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        of_gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        of_gloo._timeout = options._timeout
+        of_gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # noqa: SLF001
+        of_gloo._timeout = options._timeout  # noqa: SLF001
         super().__init__(store, rank, size, of_gloo)
         ProcessGroupNCCL.watchdogs += os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
 

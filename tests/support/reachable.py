@@ -89,7 +89,7 @@ def _inside(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str |
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        yield from {**value._parameters, **value._buffers}.items()
+        yield from {**value._parameters, **value._buffers}.items()  # noqa: SLF001
         for name, attribute in vars(value).items():
             if name not in ("_parameters", "_buffers", "_modules") and not name.endswith("_hooks"):
                 yield name, attribute

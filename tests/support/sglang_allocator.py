@@ -24,8 +24,8 @@ def give() -> None:
 def _parameters() -> dict[str, torch.nn.Parameter]:
     from inference_plugin.engines.sglang import hooks
 
-    assert hooks._rank is not None
-    return dict(hooks._rank.model.live.named_parameters())
+    assert hooks.served_rank is not None
+    return dict(hooks.served_rank.model.live.named_parameters())
 
 
 def _pause(_: Any, tag: str) -> None:

@@ -74,7 +74,7 @@ class SglangDriver(Driver):
     def stop(self) -> None:
         """`ends_itself`: a part of it was killed, and SGLang ends the rest, or leaves it hanging."""
         if self.ends_itself:
-            self._kill()
+            self.kill()
         else:
             super().stop()
 

@@ -40,8 +40,8 @@ def _pause(_: Any, tag: str) -> None:
     if not _pools:
         from inference_plugin.engines.sglang import hooks
 
-        assert hooks._rank is not None
-        model = hooks._rank.model.live
+        assert hooks.served_rank is not None
+        model = hooks.served_rank.model.live
         _pools.append(MemoryPool(model.parameters()))
         _hold_an_opening(model, Path(os.environ[VARIABLE]))
     _pools[0].release()

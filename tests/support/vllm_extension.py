@@ -175,7 +175,7 @@ class Extension:
         """Shared experts hold what they computed, as in the middle of a step. Returns how many layers have some."""
         shared = [m for m in self.model_runner.get_model().modules() if type(m).__name__ == "SharedExperts"]  # type: ignore[attr-defined]
         for module in shared:
-            module._output[0] = torch.zeros(2) if on else None
+            module._output[0] = torch.zeros(2) if on else None  # noqa: SLF001
         return json.dumps(len(shared))
 
     def ext_say_that_experts_are_balanced(self, on: bool) -> str:
@@ -252,7 +252,7 @@ class Extension:
 
         self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
         if everything:
-            self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
+            self.weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
         _sleeps_by(self, sleep, wake_up)
         return "{}"
 
@@ -298,7 +298,7 @@ class Extension:
         tensors = reachable_tensors(self.model_runner.get_model())  # type: ignore[attr-defined]
         pool = MemoryPool(tensor for name, tensor in tensors.items() if not name.endswith("_cpu"))
         self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
-        self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
+        self.weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
         _sleeps_by(self, lambda level: pool.release(), lambda tags: pool.take_back())
         return "{}"
 

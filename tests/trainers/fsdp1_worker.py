@@ -225,7 +225,7 @@ def several_updates() -> Result:
 
 
 def handles(model: nn.Module) -> list[Any]:
-    return [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+    return [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]  # noqa: SLF001
 
 
 # --- cases that must be refused -----------------------------------------------

@@ -433,8 +433,8 @@ def gathered_as_the_manager_says() -> Result:
         count = len(list(source.slices()))
     finally:
         lora.gathered = gathered
-    options = source._factors._group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
-    return {"sizes": sizes, "timeout_s": options._timeout.total_seconds(), "all": count == len(source.claims() or ())}
+    options = source.factors.group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    return {"sizes": sizes, "timeout_s": options._timeout.total_seconds(), "all": count == len(source.claims() or ())}  # noqa: SLF001
 
 
 CASES = [

@@ -406,7 +406,7 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
         source = MegatronAdapter(wrapped, hf)
         result: Result = {"place": place(), "merged": observe(source), "before": before}
         result["gathered"] = {name: tensor.clone() for name, tensor in gathered(source)}
-        source._factors.config = SimpleNamespace(bucket_bytes=1)  # type: ignore[union-attr, assignment]
+        source.factors.config = SimpleNamespace(bucket_bytes=1)  # type: ignore[union-attr, assignment]
         small = observe(source)
         result["a bucket for each"] = {
             "more": small["collectives"] > result["merged"]["collectives"],

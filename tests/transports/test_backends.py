@@ -161,7 +161,7 @@ def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(
     if aborted == "before it began":
         receiver.abort()
     wait = receiver.broadcast(torch.zeros(1))
-    (work,) = receiver._pending
+    (work,) = receiver.pending
     if aborted == "after it began":
         receiver.abort()
     kept = weakref.ref(receiver)

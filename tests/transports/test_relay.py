@@ -199,7 +199,7 @@ def test_the_memory_is_given_back_when_nobody_is_fed_from_it_any_more(
     make: Callable[..., Worker], child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[torch.Tensor] = []
-    monkeypatch.setattr(BucketReceiver, "_take_back", lambda _, memory: given.append(memory))
+    monkeypatch.setattr(BucketReceiver, "take_back", lambda _, memory: given.append(memory))
     tensors = {"a": any_bits(torch.int8, 9)}
     worker = make(manifest_for(tensors))
     buckets(worker, tensors)

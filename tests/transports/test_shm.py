@@ -99,7 +99,7 @@ def test_a_piece_whose_bytes_changed_after_their_digest_is_named() -> None:
     description = sender.allocate(manifest, frozenset())
     staging = receiver.open(manifest, description, wholes(manifest))
     pieces, _ = send(sender, manifest, whole_slices(tensors), description)
-    segment = next(iter(sender._owned.values())).tensor
+    segment = next(iter(sender.owned.values())).tensor
     segment[manifest.layout.offsets[1] + 7] ^= 1
     with pytest.raises(DigestMismatch, match=r"second\[0:4, 0:5\] is not what the trainer sent"):
         staging.check(manifest, pieces, lambda: None)
@@ -127,7 +127,7 @@ def test_a_wrong_byte_is_found_by_however_many_threads(threads: int) -> None:
     description = sender.allocate(manifest, frozenset())
     staging = receiver.open(manifest, description, wholes(manifest))
     pieces, _ = send(sender, manifest, whole_slices(tensors), description)
-    segment = next(iter(sender._owned.values())).tensor
+    segment = next(iter(sender.owned.values())).tensor
     assert staging.check(manifest, pieces, lambda: None, threads) == manifest.nbytes
     for i, piece in enumerate(pieces):
         where = manifest.layout.offsets[piece.box.tensor]
@@ -148,7 +148,7 @@ def test_of_columns_side_by_side_the_one_with_a_wrong_byte_is_named(threads: int
     description = sender.allocate(manifest, frozenset())
     staging = receiver.open(manifest, description, wholes(manifest))
     pieces, _ = send(sender, manifest, column_slices(tensors), description)
-    segment = next(iter(sender._owned.values())).tensor
+    segment = next(iter(sender.owned.values())).tensor
     looks: list[None] = []
     assert staging.check(manifest, pieces, lambda: looks.append(None), threads) == manifest.nbytes
     assert len(looks) < len(pieces), "side by side: one look"
@@ -216,9 +216,9 @@ def test_two_segments_are_used_in_turn_while_one_is_held_and_one_alone_when_none
     second = address_of(sender.allocate(manifest, frozenset({first}))).segment_id
     assert second != first
     assert address_of(sender.allocate(manifest, frozenset({second}))).segment_id == first
-    assert set(sender._owned) == {first, second}
+    assert set(sender.owned) == {first, second}
     sender.allocate(manifest, frozenset())
-    assert len(sender._owned) == 1
+    assert len(sender.owned) == 1
     sender.close()
 
 
@@ -233,7 +233,7 @@ def test_bytes_that_no_worker_takes_go_where_nobody_needs_what_is_there() -> Non
             assert address_of(place) == used
             send(sender, manifest, whole_slices(tensors), place)
             assert_equal_bytes(read(segment.tensor, manifest), tensors)
-    assert set(sender._owned) == {first.segment_id, second.segment_id}
+    assert set(sender.owned) == {first.segment_id, second.segment_id}
     sender.close()
 
 
@@ -256,7 +256,7 @@ def test_where_everything_is_needed_they_take_memory_that_goes_on_all_ranks(erro
         assert weightwire_maps() == maps + 1, "the other rank has unmapped it"
         if error is not None:
             raise error
-    assert weightwire_maps() == maps and set(sender._owned) == {needed, held[0].segment_id}
+    assert weightwire_maps() == maps and set(sender.owned) == {needed, held[0].segment_id}
     with pytest.raises(TransportUnavailable):
         SharedSegment.attach(address_of(place), writable=False)
     sender.close(), other.close()
@@ -268,7 +268,7 @@ def test_of_a_new_segment_only_the_pages_exist_that_lie_under_the_slices_of_a_ra
     manifest = manifest_for(tensors)
     sender = ShmSender()
     place = sender.allocate(manifest, frozenset())
-    segment = next(iter(sender._owned.values()))
+    segment = next(iter(sender.owned.values()))
     segment.ask_for_large_pages(False)
 
     def existing_bytes() -> int:
@@ -313,7 +313,7 @@ try:
 except TransportUnavailable as error:
     assert "the system has no memory for c[0:3145728]" in str(error), error
     assert error.hint.startswith("free memory") and "'zmq'" in error.hint, error
-memory = sender._owned["segment"].tensor
+memory = sender.owned["segment"].tensor
 assert memory[: 3 << 20].eq(1).all() and memory[3 << 20 : 6 << 20].eq(2).all()
 del memory
 sender.close()
@@ -339,7 +339,7 @@ def test_a_model_of_another_size_gets_a_segment_of_its_size_and_the_old_memory_g
     first = address_of(sender.allocate(small, frozenset()))
     second = address_of(sender.allocate(large, frozenset()))
     assert (first.nbytes, second.nbytes) == (4096, large.layout.nbytes)
-    assert set(sender._owned) == {second.segment_id}
+    assert set(sender.owned) == {second.segment_id}
     with pytest.raises(TransportUnavailable):
         SharedSegment.attach(first, writable=False)
     sender.close()

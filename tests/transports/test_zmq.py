@@ -249,8 +249,8 @@ def test_a_buffer_in_flight_is_not_filled_again_before_its_answer(held: HeldPeer
     thread, results = in_thread(lambda: write(sender, manifest, iter(drawn), [target_at(held.address, manifest)]))
     held.take()
     eventually(lambda: drawn.count == 3, "the bucket after next was reached")
-    (lane,) = sender._lanes.values()
-    in_memory = {buffer.memory[:1000].tobytes() for buffer in lane._buffers}
+    (lane,) = sender.lanes.values()
+    in_memory = {buffer.memory[:1000].tobytes() for buffer in lane.buffers}
     assert in_memory == {tensors[name].numpy().tobytes() for name in ("t0", "t1")}
     held.answer()
     for _ in range(3):

@@ -74,7 +74,7 @@ def test_a_manager_goes_by_its_own_configuration_and_its_arguments_before_that(
     config = Config(lease_s=7, timeout_s=60, bucket_bytes="4MiB")  # type: ignore[arg-type]
     with SyncManager(transport="zmq", timeout_s=30, config=config) as manager:
         assert (manager.settings.timeout_s, manager.settings.lease_s) == (30.0, 7.0)
-        assert manager._context.writer.sender(zmq.TRANSPORT).config.bucket_bytes == 4 << 20
+        assert manager.context.writer.sender(zmq.TRANSPORT).config.bucket_bytes == 4 << 20
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.support.rig import LONG_S
 compiled = pytest.mark.skipif(bool(WHY_NOT), reason=f"not compiled: {WHY_NOT}")
 
 WAYS = [
-    pytest.param(copying._copy_rows_by_numpy, id="numpy"),
+    pytest.param(copying.copy_rows_by_numpy, id="numpy"),
     pytest.param(copying.copy_rows, id="C", marks=compiled),
 ]
 
@@ -87,7 +87,7 @@ def test_any_number_of_empty_rows_takes_no_time(copy_rows: Callable[..., None], 
 
 
 TABLE_WAYS = [
-    pytest.param(copying._copy_table_by_numpy, id="numpy"),
+    pytest.param(copying.copy_table_by_numpy, id="numpy"),
     pytest.param(copying.copy_table, id="C", marks=compiled),
 ]
 CopyTable = Callable[[Any, list[Any], list[Any]], None]
@@ -156,7 +156,7 @@ def test_what_is_no_table_or_no_memory_is_refused(
 
 
 BOTH_WAYS = [
-    pytest.param(copying._copy_rows_and_digest_by_turns, id="by turns"),
+    pytest.param(copying.copy_rows_and_digest_by_turns, id="by turns"),
     pytest.param(copying.copy_rows_and_digest, id="at once", marks=compiled),
 ]
 
@@ -207,7 +207,7 @@ def test_rows_that_lie_apart_land_as_they_would_if_they_were_packed(
     packed = np.concatenate([source[row * source_stride :][:row_bytes] for row in range(rows)])
     target, start = place(rows * stride, at)
     expected = target.copy()
-    copying._copy_rows_by_numpy(expected, start, stride, packed, 0, row_bytes, rows, row_bytes, False)
+    copying.copy_rows_by_numpy(expected, start, stride, packed, 0, row_bytes, rows, row_bytes, False)
     assert copy_and_digest(target, start, stride, source, rows, row_bytes, source_stride) == digest_bytes(packed)
     assert np.array_equal(target, expected)
 
@@ -227,7 +227,7 @@ def test_rows_that_do_not_lie_apart_within_their_source_are_refused_before_a_byt
 
 
 def packed_one_by_one(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
-    return [copying._digest_packed(source, stride, rows, *span) for span in spans]
+    return [copying.digest_packed(source, stride, rows, *span) for span in spans]
 
 
 def copy_one_group(target: Any, start: int, places: bytes) -> int:
@@ -235,7 +235,7 @@ def copy_one_group(target: Any, start: int, places: bytes) -> int:
 
 
 JOINING_WAYS = [
-    pytest.param(copying._copy_joined_by_turns, id="by turns"),
+    pytest.param(copying.copy_joined_by_turns, id="by turns"),
     pytest.param(copy_one_group, id="at once", marks=compiled),
 ]
 
@@ -338,7 +338,7 @@ def test_every_length_from_the_registers_has_the_librarys_digest() -> None:
     target, start = place(source.size, 0)
     by_registers = 0
     for nbytes in range(1, source.size + 1):
-        digest = copying._copy_and_digest_in_one_pass(target, start, 0, source[:nbytes], 1, nbytes)
+        digest = copying.copy_and_digest_in_one_pass(target, start, 0, source[:nbytes], 1, nbytes)
         assert digest in (None, digest_bytes(source[:nbytes]))
         by_registers += digest is not None
     assert by_registers in (0, source.size - 240), "all, where the processor has AVX2, but the short ones"

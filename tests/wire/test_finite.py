@@ -11,13 +11,13 @@ from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, torch_dtype
 from trainer_adapters.update import finite
 
-WAYS = [finite._has_all_bits, finite._has_all_bits_by_numpy]
+WAYS = [finite.has_all_bits, finite.has_all_bits_by_numpy]
 FLOATS = [name for name in DTYPE_BYTES if name.startswith(("float", "bfloat", "complex"))]
 
 
 @pytest.fixture(params=WAYS, ids=["as built", "numpy"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    monkeypatch.setattr(finite, "_has_all_bits", request.param)
+    monkeypatch.setattr(finite, "has_all_bits", request.param)
     found: Callable[..., bool] = request.param
     return found
 

@@ -16,7 +16,7 @@ from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, packed_rows, tensors_over, torch_dtype
 
 pytestmark = pytest.mark.skipif(
-    tensors._EXCHANGE is None or bool(WHY_NOT), reason=f"torch before 2.10, or not compiled: {WHY_NOT}"
+    tensors.EXCHANGE is None or bool(WHY_NOT), reason=f"torch before 2.10, or not compiled: {WHY_NOT}"
 )
 
 COMPLEX = {"complex32", "complex64", "complex128"}
@@ -95,7 +95,7 @@ class Keeper:
         return self.memory.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", sorted(tensors._DLPACK_TYPES))
+@pytest.mark.parametrize("dtype", sorted(tensors.DLPACK_TYPES))
 def test_tensors_over_memory_have_its_values_and_keep_it_until_the_last_view_ends(dtype: str) -> None:
     kind = torch_dtype(dtype)
     first, second = Keeper(1), Keeper(0)

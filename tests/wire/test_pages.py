@@ -165,9 +165,9 @@ def test_threads_run_on_the_node_of_the_caller_who_has_its_cores_back_afterwards
     monkeypatch.setattr(pages, "FUNCTIONS", Watched())
     monkeypatch.setattr("os.sched_getaffinity", lambda _: now[0])
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: now.__setitem__(0, cores))
-    pages._node_of.cache_clear()
+    pages.node_of.cache_clear()
     try:
         populate(memory.bytes, 0, memory.bytes.nbytes)
     finally:
-        pages._node_of.cache_clear()
+        pages.node_of.cache_clear()
     assert (seen, now) == ([near], [set(range(1, 9))])

@@ -170,7 +170,7 @@ def test_the_end_of_a_watched_process_is_told_at_once(server: ReplyServer, servi
     process = child.pid, start_ticks(child.pid)
     service.watched.add(process)
     server.wake()
-    eventually(lambda: process in server._processes, "the watch")
+    eventually(lambda: process in server.processes, "the watch")
     os.kill(child.pid, signal.SIGKILL)
     eventually(lambda: service.ended == {process}, "the end")
     child.wait()

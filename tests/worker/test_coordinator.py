@@ -248,7 +248,7 @@ def test_a_pause_and_its_end_go_on_without_a_card(directory: Path) -> None:
         assert asking.request(Pause(sender, 600), Stands, timeout_s=60).state == "paused"
         assert asking.request(Resume("session"), Stands, timeout_s=60).state == "serving"
         assert asking.request(Pause(sender, 0.2), Stands, timeout_s=60).state == "paused"
-        eventually(lambda: coordinator._machine.standing.held is None, "the end of the lease")
+        eventually(lambda: coordinator.machine.standing.held is None, "the end of the lease")
         assert asking.request(Describe(), ReplicaCard, timeout_s=60).state == "serving"
         assert asking.request(Pause(sender, 600), Stands, timeout_s=60).state == "paused"
     assert control.escaped == [] and [card.state for card in addresses.discover()] == ["serving"], "as it was before"
@@ -266,7 +266,7 @@ def test_what_fails_in_a_command_is_answered_and_never_reaches_the_engine_s_loop
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("inference_plugin.engines.pauses._is_done", broken)
+    monkeypatch.setattr("inference_plugin.engines.pauses.is_done", broken)
     for method in ("check_not_ended", "check_awake", "resume_unless_held"):
         monkeypatch.setattr(Standing, method, broken)
     with Channel(coordinator.address) as asking:
@@ -363,7 +363,7 @@ def test_a_verification_ends_at_its_deadline_and_a_repeated_one_is_read_once(dir
         request = Verify("policy", timeout_s=2)
         asking.send(request)
         eventually(lambda: control.commands, "the first portion")
-        asking._transmit("again")
+        asking.transmit("again")
         while "stop_reading" not in control.asked:
             control.boundary()
         with pytest.raises(SyncTimeout, match=r"after \d+ tensors the 2 s of the verification were over"):

@@ -127,10 +127,10 @@ def test_a_listener_takes_no_more_peers_than_it_may_and_others_once_they_left(
         peer.connect(at)
     greeted = [greets(peer) for peer in peers]
     assert greeted.count(True) == 8, "and the others were closed"
-    assert listener._gate is not None
+    assert listener.gate is not None
     for peer in peers:
         peer.close()
-    listener._gate._peers.update(range(10_000, 10_008))  # as if it had never been told that these left
+    listener.gate.peers.update(range(10_000, 10_008))  # as if it had never been told that these left
     asking = zmq.Context.instance().socket(zmq.REQ)
     asking.connect(listener.address)
     asking.send(b"there is room again")

@@ -267,7 +267,7 @@ def test_a_byte_that_changed_between_write_and_seal_is_found_and_named(
 ) -> None:
     served.begin("t2", 2)
     served.write(weights(2))
-    segment = next(s for s in served.shm._owned.values() if s.segment_id.encode() in served.segment).tensor
+    segment = next(s for s in served.shm.owned.values() if s.segment_id.encode() in served.segment).tensor
     segment[MANIFEST.layout.offsets[MANIFEST.index[tensor]]] ^= 1
     with pytest.raises(DigestMismatch, match=rf"{tensor}\[.*\] is not what the trainer sent") as raised:
         served.seal_fully("t2")
@@ -333,7 +333,7 @@ def test_a_group_that_could_not_be_undone_is_torn_until_a_full_update(worker: Wo
 def test_what_is_written_after_the_commit_does_not_reach_the_installed_weights(worker: Worker, served: Driver) -> None:
     served.update("t2", 2, weights(2))
     worker.commit("t2", 2)
-    for segment in served.shm._owned.values():
+    for segment in served.shm.owned.values():
         segment.tensor.fill_(255)
     serves(worker, 2, 2)
 
@@ -548,7 +548,7 @@ def test_a_segment_written_again_is_no_way_back_any_more(directory: Path) -> Non
     trainer.begin("t2", 2, busy=held)
     assert group.group.installed is not None and group.group.installed.keeps
     assert torch.equal(worker.installer.read(kept.segment)["b"].view(torch.int32), weights(1)["b"].view(torch.int32))
-    trainer.begin("t3", 3, busy=frozenset(set(trainer.shm._owned) - held))
+    trainer.begin("t3", 3, busy=frozenset(set(trainer.shm.owned) - held))
     assert not group.group.installed.keeps
     trainer.close(), worker.close()
 

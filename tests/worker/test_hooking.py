@@ -78,7 +78,7 @@ def test_our_own_failure_is_logged_once_and_does_not_reach_the_engine(caplog: py
 def test_running_without_is_warned_of_once_and_noted_for_doctor_and_status(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(hooking._WARNED, "")
+    monkeypatch.setenv(hooking.WARNED, "")
     logger, error = logging.getLogger("vllm.weightwire"), EngineUnsupported("it lacks a place", hint="another version")
     for _ in range(2):
         run_without("vllm", error, logger, "model m")
@@ -101,7 +101,7 @@ def test_a_runtime_directory_that_cannot_be_used_does_not_keep_the_engine_from_s
     monkeypatch.setattr(
         logging.getLogger("vllm"), "propagate", True
     )  # vLLM, once imported, keeps its records to itself
-    monkeypatch.setenv(hooking._WARNED, "")
+    monkeypatch.setenv(hooking.WARNED, "")
     monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(directory / "file"))
     run_without("vllm", OSError(28, "No space left on device \0"), logging.getLogger("vllm.weightwire"))
     first, second = caplog.messages

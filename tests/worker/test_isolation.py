@@ -135,11 +135,11 @@ def test_the_same_opening_again_waits_for_the_first_and_other_terms_take_their_t
     gate = held_open(worker, "policy")
     with worker.channel() as again, worker.channel() as other:
         trainer.channel.send(opening(trainer))
-        eventually(lambda: len(worker.server.server._open) == 1, "the first opening")
+        eventually(lambda: len(worker.server.server.unanswered) == 1, "the first opening")
         again.send(opening(trainer))
-        eventually(lambda: len(worker.server.server._open) == 2, "the same again")
+        eventually(lambda: len(worker.server.server.unanswered) == 2, "the same again")
         other.send(OpenGroup("policy", OTHER, "shm", trainer.shm.probe()))
-        eventually(lambda: len(worker.server.server._open) == 3, "other terms")
+        eventually(lambda: len(worker.server.server.unanswered) == 3, "other terms")
         for channel in (trainer.channel, again, other):
             assert take_ready([channel], GroupOpened, timeout_s=0) == []
         gate.set()
@@ -240,7 +240,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
 
     lease_s = 8.0
     trainer.begin("t1", 1, lease_s=lease_s)
-    worker.server._card = slow_card
+    worker.server.card = slow_card
     with worker.channel() as asking:
         asking.send(Describe())
         assert held_up.wait(600)
@@ -418,7 +418,7 @@ def test_two_managers_begin_at_once_and_one_version_comes_out(stubborn: Worker) 
     first.write(weights(1))
     first.channel.send(Seal("policy", "t1", first.digest(first.pieces), first.pieces, 5))
     eventually(lambda: "prepare" in stubborn.installer.calls, "the preparation")
-    segment = second.shm.allocate(MANIFEST, frozenset(second.shm._owned))
+    segment = second.shm.allocate(MANIFEST, frozenset(second.shm.owned))
     second.channel.send(Begin("policy", "t2", 2, Sender("s"), 60.0, MANIFEST.fingerprint, segment))
     with pytest.raises(VersionConflict, match="another transaction overtook it"):
         first.channel.receive(Sealed, timeout_s=60)
@@ -536,7 +536,7 @@ def test_a_server_is_closed_in_time_whatever_hangs(
         go_on.wait(600)
         return card()
 
-    worker.server._card = hanging_card
+    worker.server.card = hanging_card
     trainer = Driver(worker.address)
     trainer.channel.send(opening(trainer))
     eventually(lambda: worker.installers, "the opening")
@@ -547,7 +547,7 @@ def test_a_server_is_closed_in_time_whatever_hangs(
         assert time.monotonic() - started_s < 300
     assert "did not end within 0.2 s of closing: policy" in caplog.text
     gate.set(), go_on.set()
-    worker.server.server._thread.join(600)
+    worker.server.server.thread.join(600)
     with pytest.raises(OSError, match=r"refused|No such file"), socket.socket(socket.AF_UNIX) as probe:
         probe.connect(worker.address.removeprefix("ipc://"))
     trainer.close()

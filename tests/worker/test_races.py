@@ -120,7 +120,7 @@ def test_an_abort_while_the_staging_is_being_opened_leaves_nothing(worker: Worke
     trainer.write(weights(1))
     assert not trainer.seal("t1", wait_s=0).done
     with worker.channel() as other:
-        segment = trainer.shm.allocate(MANIFEST, frozenset(trainer.shm._owned))
+        segment = trainer.shm.allocate(MANIFEST, frozenset(trainer.shm.owned))
         other.send(Begin("policy", "t2", 2, Sender("s"), 60.0, MANIFEST.fingerprint, segment))
         eventually(lambda: worker.status().txn in ("t2", ""), "the second transaction")
         assert trainer.abort("t2") == Done()

@@ -20,9 +20,9 @@ def test_a_version_of_the_draft_is_not_the_version_that_the_server_tells(monkeyp
     records = {"model": GroupRecord(3, committed_at_unix_s=1.0), "draft": GroupRecord(100, committed_at_unix_s=2.0)}
     monkeypatch.setattr(api, "replicas_here", lambda: ["this one"])
     monkeypatch.setattr(api, "record_of", lambda _: ReplicaRecord(records))
-    assert api._last_committed() == "3"
+    assert api.last_committed() == "3"
     del records["model"]
-    assert api._last_committed() is None
+    assert api.last_committed() is None
 
 
 def test_a_module_whose_parameter_the_served_model_holds_is_not_the_drafts() -> None:

@@ -37,7 +37,7 @@ class KvEventLoraNames:
 
 def rank_of(*, installations: int = 0) -> Any:
     rank: Any = object.__new__(SchedulerRank)
-    rank._some_keep_cache, rank.scheduler = False, None
+    rank.some_keep_cache, rank.scheduler = False, None
     rank.namespace = f"weightwire={installations}" if installations else ""
     return rank
 
@@ -77,7 +77,7 @@ def test_sglang_s_kv_events_keep_one_name_for_an_adapter_over_any_number_of_upda
         for request in (request_for(), request_for(None)):
             rank_of(installations=installations).name(request)
             names.register(request, "polite")
-    assert names._names == {f"mine{ADAPTER}": "polite"}
+    assert names._names == {f"mine{ADAPTER}": "polite"}  # noqa: SLF001
 
 
 def test_sglang_without_names_of_adapters_by_key_has_nothing_to_wrap(monkeypatch: pytest.MonkeyPatch) -> None:

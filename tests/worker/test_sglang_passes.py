@@ -60,7 +60,7 @@ def test_a_request_of_a_diffusion_model_that_rests_at_an_update_keeps_the_stamp_
         enable_overlap=False,
         record_weight_version_change=lambda new_version: seen.weight_version_events.append(("1", 4)),
     )
-    rank._stamp("2")
+    rank.stamp_all("2")
     assert [one.weight_version_events for one in (resting, seen, unbegun)] == [[("1", 8)], [("1", 4)], []]
 
 

@@ -35,11 +35,11 @@ def scheduler_rank(unsure: str) -> Any:
     one.runtime = SimpleNamespace(unsure=lambda: unsure)
     one.bell = SimpleNamespace(quiet=lambda rung: None)
     one.ended = []
-    one._paused = False
-    one._retract = lambda: one.ended.append("retract")  # type: ignore[method-assign]
-    one.scheduler, one._held = SimpleNamespace(waiting_queue=["a request"]), []
-    one._end = lambda request, reason, status: one.ended.append(reason)  # type: ignore[method-assign]
-    one._continue = lambda: one.ended.append("continue")  # type: ignore[method-assign]
+    one.paused = False
+    one.retract = lambda: one.ended.append("retract")  # type: ignore[method-assign]
+    one.scheduler, one.held = SimpleNamespace(waiting_queue=["a request"]), []
+    one.end_request = lambda request, reason, status: one.ended.append(reason)  # type: ignore[method-assign]
+    one.go_on = lambda: one.ended.append("continue")  # type: ignore[method-assign]
     return one
 
 

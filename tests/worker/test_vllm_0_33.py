@@ -147,11 +147,11 @@ def test_the_official_hooks_begin_and_end_a_worker() -> None:
     from inference_plugin.engines.vllm import WeightSyncWorkerExtension
 
     runtime = Runtime()
-    worker = types.SimpleNamespace(weightwire_start=None, _weightwire_runtime=runtime)
+    worker = types.SimpleNamespace(weightwire_start=None, weightwire_runtime=runtime)
     wrapper = WorkerWrapperBase(worker, WeightSyncWorkerExtension)
     wrapper.init_device()
     wrapper.shutdown()
-    assert (runtime.closed, worker._weightwire_runtime) == (1, None)
+    assert (runtime.closed, worker.weightwire_runtime) == (1, None)
     wrapper.shutdown()
     assert runtime.closed == 1, "a second end does nothing"
 

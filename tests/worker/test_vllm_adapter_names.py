@@ -36,8 +36,8 @@ def test_no_names_of_adapters_gather_that_vllm_no_longer_holds() -> None:
     slots = VllmAdapterSlots(manager)
     for number in range(1, 301):
         manager.add_adapter(number, "policy" if number % 2 else "judge")
-        assert slots._numbers("policy") == [one for one in manager.held if one % 2]
-    assert len(slots._names) <= 3
+        assert slots.numbers_of("policy") == [one for one in manager.held if one % 2]
+    assert len(slots.names) <= 3
 
 
 class Slots:
@@ -81,7 +81,7 @@ def test_running_requests_read_an_adapter_in_the_slot_to_which_an_update_moved_i
     manager = Manager()
     held = manager._adapter_manager = Slots(None, 7)  # the other slot's adapter was removed
     slots = VllmAdapterSlots(manager)
-    monkeypatch.setattr(slots, "_made", lambda number, said: SimpleNamespace(number=number, said=said))
+    monkeypatch.setattr(slots, "made_of", lambda number, said: SimpleNamespace(number=number, said=said))
     manager.add_adapter(7, "policy")
     assert held.step(7) == ["first"]
     slots.put("policy", "second")

@@ -53,7 +53,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """`EngineCore` and `InprocClient` with our hooks, and what the last core's coordinator saw as it was closed in `closed`."""
 
     def start(core: Any, lacks: tuple[str, ...]) -> None:
-        control = core._weightwire_control = CoreControl(core)
+        control = core.weightwire_control = CoreControl(core)
         control.coordinator = SimpleNamespace(close=lambda: core.told.append(f"closed with {core.weights}"))  # type: ignore[assignment]
         control.lock.acquire()  # until the client is made
         cores.append(core)
@@ -78,7 +78,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
         hooks.hook_core(())
         hooks.hook_own_commands()
         hooks.hook_inproc()
-    monkeypatch.setattr(hooks, "_start_coordinator", start)
+    monkeypatch.setattr(hooks, "start_coordinator", start)
     return core_kind, client_kind
 
 
@@ -92,7 +92,7 @@ def install(client: Any) -> None:
         time.sleep(0.05)
         core.weights = "new"
 
-    core._weightwire_control.submit(command)
+    core.weightwire_control.submit(command)
     assert begun.wait(10)
 
 
@@ -108,7 +108,7 @@ def test_what_the_caller_asks_for_while_an_update_is_installed_is_done_after_it(
 def test_a_step_that_waits_for_an_update_goes_on_though_a_plug_in_ends_the_update_s_thread(
     kinds: tuple[Any, Any],
 ) -> None:
-    control: CoreControl = kinds[1]().engine_core._weightwire_control
+    control: CoreControl = kinds[1]().engine_core.weightwire_control
 
     def command() -> None:
         raise SystemExit("a plug-in's")
@@ -139,7 +139,7 @@ def test_nothing_of_ours_is_left_of_an_engine_that_could_not_be_made_after_its_r
     (core,) = core_kind.cores
     assert core.told == ["closed with old", "weightwire_stop"]
     ran = threading.Event()
-    core._weightwire_control.submit(ran.set)
+    core.weightwire_control.submit(ran.set)
     assert ran.wait(10), "a thread waits for ever"
 
 
@@ -147,7 +147,7 @@ def test_a_sleep_of_the_caller_s_comes_after_an_update_that_waits_for_requests_o
     kinds: tuple[Any, Any],
 ) -> None:
     core = kinds[1]().engine_core
-    control: CoreControl = core._weightwire_control
+    control: CoreControl = core.weightwire_control
     core.running = 1
     stands = control.pause("drain")
     assert stands is not None
@@ -166,7 +166,7 @@ def test_a_sleep_of_the_caller_s_comes_after_an_update_that_waits_for_requests_o
 def test_a_sleep_of_the_caller_s_that_is_refused_leaves_the_engine_stepping(kinds: tuple[Any, Any]) -> None:
     """vLLM stops the scheduler before it calls its executor: under "keep", requests would stand for ever."""
     core = kinds[1]().engine_core
-    control: CoreControl = core._weightwire_control
+    control: CoreControl = core.weightwire_control
     core.running = 1
     assert control.pause("drain") is not None
     with pytest.raises(VersionConflict, match="waits for the requests of this engine to end"):

@@ -142,7 +142,7 @@ def clear_tasks(
                 request = ClearTasks(consumer().session, consumer().next_number(), tuple(asked))
                 try:
                     owner = _owner(owner_id, owners)
-                    channel = _connect(owner)
+                    channel = connect(owner)
                     stack.callback(_release, owner, channel)
                     requests.append((owner_id, asked, Outgoing(channel, request)))
                 except WeightwireError as error:
@@ -301,7 +301,7 @@ class _Source:
         self._waiting += reversed(exchanges)
         try:
             while len(self._channels) < min(PULLS_AT_ONCE, len(self._waiting)):
-                self._channels.append(_connect(self.owner))
+                self._channels.append(connect(self.owner))
         except WeightwireError:
             if not self._channels:
                 raise  # else the others do: no descriptor is free for more, say
@@ -363,7 +363,7 @@ def _owner(owner_id: str, owners: Mapping[str, Owner]) -> Owner:
     return owner
 
 
-def _connect(owner: Owner) -> Channel:
+def connect(owner: Owner) -> Channel:
     """A channel to the owner. Raises `TransportUnavailable` for an owner of another kind, `ProtocolError` for an address that is
     none."""
     if (kept := consumer().connection(owner)) is not None:

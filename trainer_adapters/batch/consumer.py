@@ -316,7 +316,7 @@ class _Forking(threading.local):
     pipe: tuple[int, int] | None = None
 
 
-def _before_fork() -> None:
+def before_fork() -> None:
     """Makes the pipe that tells when the child has ended, if this process has leases."""
     _forking.pipe = None
     if _consumer is not None and _consumer.pid == os.getpid():
@@ -326,7 +326,7 @@ def _before_fork() -> None:
             _forking.pipe = (-1, -1)
 
 
-def _after_fork_in_parent() -> None:
+def after_fork_in_parent() -> None:
     if _forking.pipe is None or _consumer is None:
         return
     (reading, writing), _forking.pipe = _forking.pipe, None
@@ -344,4 +344,4 @@ def _after_fork_in_child() -> None:
 
 
 _forking = _Forking()
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=before_fork, after_in_parent=after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -59,7 +59,7 @@ class Leases:
     """The leases of all consumers, by session and number."""
 
     def __init__(self) -> None:
-        self._consumers: dict[str, _Consumer] = {}
+        self.consumers: dict[str, _Consumer] = {}
 
     def begun(self, consumer: Sender, number: int) -> Lease | None:
         """The lease that the consumer has under this number, if it has one.
@@ -67,7 +67,7 @@ class Leases:
         The first answer may be on its way to the consumer, so a request that comes again must not change what is leased.
         Raises `ProtocolError` for a lease that has ended, or ends already.
         """
-        if (known := self._consumers.get(consumer.session)) is None:
+        if (known := self.consumers.get(consumer.session)) is None:
             return None
         if known.process is not None and known.process != (consumer.pid, consumer.start_ticks):
             raise ProtocolError(f"session {consumer.session} belongs to another process, {known.process[0]}")
@@ -81,10 +81,10 @@ class Leases:
     ) -> Lease:
         """A new lease, which `begun` did not find; counts a reader for each of `holdings`. Raises `ProtocolError` where the
         consumer has too many."""
-        known = self._consumers.get(consumer.session)
+        known = self.consumers.get(consumer.session)
         if known is None:
             self._make_room()
-            known = self._consumers[consumer.session] = _Consumer(None)
+            known = self.consumers[consumer.session] = _Consumer(None)
         known.process = (consumer.pid, consumer.start_ticks)
         if len(known.leases) >= MAX_LEASES:
             raise ProtocolError(
@@ -99,10 +99,10 @@ class Leases:
     def end(self, session: str, ends: Iterable[LeaseEnd]) -> list[Holding]:
         """Ends leases or parts of them. Returns the holdings whose readers became fewer."""
         freed: list[Holding] = []
-        if (known := self._consumers.get(session)) is None:
+        if (known := self.consumers.get(session)) is None:
             # The request for its first lease may come yet, on another connection.
             self._make_room()
-            known = self._consumers[session] = _Consumer(None)
+            known = self.consumers[session] = _Consumer(None)
         for end in ends:
             lease = known.leases.get(end.number)
             if not end.indexes:
@@ -122,22 +122,22 @@ class Leases:
     def end_of(self, processes: Collection[ProcessId]) -> list[Holding]:
         """Ends all leases of processes that are gone. Returns the holdings whose readers became fewer."""
         freed: list[Holding] = []
-        for session in [session for session, known in self._consumers.items() if known.process in processes]:
-            for lease in self._consumers.pop(session).leases.values():
+        for session in [session for session, known in self.consumers.items() if known.process in processes]:
+            for lease in self.consumers.pop(session).leases.values():
                 freed += _without(lease.held)
         return freed
 
     def processes(self) -> set[ProcessId]:
         """Processes that hold leases."""
-        return {known.process for known in self._consumers.values() if known.process is not None}
+        return {known.process for known in self.consumers.values() if known.process is not None}
 
     def _make_room(self) -> None:
-        if len(self._consumers) < MAX_CONSUMERS:
+        if len(self.consumers) < MAX_CONSUMERS:
             return
-        idle = next((session for session, known in self._consumers.items() if not known.leases), None)
+        idle = next((session for session, known in self.consumers.items() if not known.leases), None)
         if idle is None:
             raise ProtocolError(f"{MAX_CONSUMERS} consumers hold leases already")
-        del self._consumers[idle]
+        del self.consumers[idle]
 
 
 def _without(holdings: Iterable[Holding | None]) -> list[Holding]:

@@ -79,7 +79,7 @@ class RayStore(Closing):
             .remote(budget_bytes)
         )
         try:
-            self._ask("numbers", timeout_s=START_S)
+            self.ask("numbers", timeout_s=START_S)
         except BaseException:
             self.close()
             raise
@@ -102,7 +102,7 @@ class RayStore(Closing):
         ticket = self._reserve(task_id, sum(array.size for array in arrays), timeout_s)
         try:
             references = [self._put_bytes(task_id, array) for array in arrays]
-            refused, replaces = self._ask(
+            refused, replaces = self.ask(
                 "keep",
                 ticket,
                 entries[0].rows,
@@ -117,12 +117,12 @@ class RayStore(Closing):
             raise BatchError(refused)
         if replaces:
             with contextlib.suppress(WeightwireError):  # the put stands; the next one under these keys drops them
-                self._ask("settle", ticket, task_id)
+                self.ask("settle", ticket, task_id)
         return entries
 
     def get(self, shard: ShardId) -> LocalPart:
         """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
-        why, encoded, reference = self._ask("look_up", shard.task_id, shard.key)
+        why, encoded, reference = self.ask("look_up", shard.task_id, shard.key)
         if why:
             raise ProtocolError(
                 f"shard {shard} {'was cleared' if why == 'cleared' else 'is unknown'} at {self.owner.id}"
@@ -140,17 +140,17 @@ class RayStore(Closing):
 
     def held(self, task_ids: Iterable[str]) -> set[str]:
         """Those of `task_ids` of which it holds rows. One question to the directory, however many there are."""
-        return set(self._ask("held", list(task_ids)))
+        return set(self.ask("held", list(task_ids)))
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; their readers keep what they have. Unknown ids are counted."""
         asked = listed_tasks(task_ids)
-        unknown = self._ask("clear", asked)
+        unknown = self.ask("clear", asked)
         return ClearReport(cleared=len(asked) - len(unknown), unknown=len(unknown))
 
     def stats(self) -> StoreStats:
         """What it holds. `leased_bytes` is 0: only Ray knows which cleared rows are still read."""
-        numbers = Numbers(*self._ask("numbers"))
+        numbers = Numbers(*self.ask("numbers"))
         return StoreStats(numbers.tasks, numbers.shards, numbers.nbytes, 0, self._budget_bytes)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class RayStore(Closing):
         if self._ray.is_initialized():
             self._ray.kill(self._directory)
 
-    def _ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
+    def ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
         """What the directory answers."""
         self._check_open()
         try:
@@ -186,7 +186,7 @@ class RayStore(Closing):
             )
         ticket = next(self._tickets)
         try:
-            refused = self._ask("reserve", ticket, needed, timeout_s, timeout_s=timeout_s + CALL_S)
+            refused = self.ask("reserve", ticket, needed, timeout_s, timeout_s=timeout_s + CALL_S)
         except BaseException:  # late, or Ctrl-C: a ticket that nobody is behind would take the next room
             self._give_up(ticket, task_id)
             raise

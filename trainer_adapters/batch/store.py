@@ -64,13 +64,13 @@ class Store(Closing):
         self._budget_bytes = budget_bytes
         warn_of_budget(budget_bytes)
         self._memory = BlockMemory(max(MIN_SEGMENT_BYTES, budget_bytes // SEGMENTS_PER_BUDGET))
-        self._leases = Leases()
-        self._tasks: dict[str, dict[str, Holding]] = {}
+        self.leases = Leases()
+        self.tasks: dict[str, dict[str, Holding]] = {}
         self._cleared: dict[str, None] = {}
-        self._taken_bytes = self._current_bytes = self._leased_bytes = 0
+        self.taken_bytes = self._current_bytes = self._leased_bytes = 0
         self._lock = Lock()
         self._has_room = Condition(self._lock)
-        self._waiting: deque[object] = deque()
+        self.waiting: deque[object] = deque()
         self._is_closed = False
         owner_id = new_replica_id(name)
         self._server = StoreServer(self, address or listen_address(owner_id, "b"), owner_id)
@@ -154,17 +154,17 @@ class Store(Closing):
             )
             with Freeing(self._memory) as freed, self._lock:
                 self._check_open()
-                check_rows(self._tasks, entries)
+                check_rows(self.tasks, entries)
                 put = zip(entries, blocks, strict=True)
                 holdings = [
                     drafts[i].held(one) if i in drafts else Holding(one, block) for i, (one, block) in enumerate(put)
                 ]
-                now, replaced = with_shards(self._tasks, holdings)
+                now, replaced = with_shards(self.tasks, holdings)
                 nbytes = sum(sizes)
                 # All at once, without a call after which Ctrl-C could raise: what the store holds is not freed below.
                 blocks = []
                 self._current_bytes += nbytes
-                self._tasks.update(now)
+                self.tasks.update(now)
                 for task_id in now:
                     self._cleared.pop(task_id, None)
                 for holding in replaced:
@@ -183,7 +183,7 @@ class Store(Closing):
         check_process(self.owner, self.owner.pid)
         with self._lock:
             self._check_open()
-            held = self._tasks.get(ShardId.checked(shard).task_id, {}).get(shard.key)
+            held = self.tasks.get(ShardId.checked(shard).task_id, {}).get(shard.key)
             if held is None:
                 why = "was cleared" if shard.task_id in self._cleared else "is unknown"
                 raise ProtocolError(f"shard {shard} {why} at {self.owner.id}")
@@ -203,7 +203,7 @@ class Store(Closing):
     def held(self, task_ids: Iterable[str]) -> set[str]:
         """Those of `task_ids` of which it holds rows."""
         with self._lock:
-            return self._tasks.keys() & listed_tasks(task_ids)
+            return self.tasks.keys() & listed_tasks(task_ids)
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""
@@ -214,9 +214,9 @@ class Store(Closing):
 
     def stats(self) -> StoreStats:
         with self._lock:
-            shards = sum(len(held) for held in self._tasks.values())
+            shards = sum(len(held) for held in self.tasks.values())
             current, leased, budget = self._current_bytes, self._leased_bytes, self._budget_bytes
-            return StoreStats(len(self._tasks), shards, current, leased, budget, self._memory.spare_bytes)
+            return StoreStats(len(self.tasks), shards, current, leased, budget, self._memory.spare_bytes)
 
     def close(self) -> None:
         """Stops serving and drops everything; may be called twice. Readers on this host keep what they have mapped."""
@@ -231,9 +231,9 @@ class Store(Closing):
         if self.owner.address.startswith("ipc://"):
             Path(self.owner.address.removeprefix("ipc://")).unlink(missing_ok=True)
         with self._lock:
-            self._tasks.clear()
-            self._leases = Leases()  # with the holdings go the descriptors of their memory
-            self._taken_bytes = self._current_bytes = self._leased_bytes = 0
+            self.tasks.clear()
+            self.leases = Leases()  # with the holdings go the descriptors of their memory
+            self.taken_bytes = self._current_bytes = self._leased_bytes = 0
             self._memory.close()
 
     # --- for the server --------------------------------------------------------------------------------------------------
@@ -243,26 +243,26 @@ class Store(Closing):
     ) -> tuple[list[Block], Sequence[RefusedShard]]:
         """Begins a lease on the shards that are not refused; their blocks, in order. The same number gets the same answer."""
         with self._lock:
-            lease = self._leases.begun(consumer, number)
+            lease = self.leases.begun(consumer, number)
             if lease is None:
-                lease = self._leases.begin(consumer, number, *self._find(wanted))
+                lease = self.leases.begin(consumer, number, *self._find(wanted))
             return [holding.block for holding in lease.given], lease.refused
 
     def end_leases(self, session: str, ends: Iterable[LeaseEnd]) -> None:
         with Freeing(self._memory) as freed, self._lock:
-            self._unread(self._leases.end(session, ends), freed, counted=True)
+            self._unread(self.leases.end(session, ends), freed, counted=True)
 
     def end_leases_of(self, processes: Collection[ProcessId]) -> None:
         """Ends the leases of processes that are gone. A child that such a process had forked may still map what it read."""
         with Freeing(self._memory) as freed, self._lock:
-            holdings = self._leases.end_of(processes)
+            holdings = self.leases.end_of(processes)
             self._memory.retire(holding.block for holding in holdings)
             self._unread(holdings, freed, counted=True)
 
     def consumers(self) -> set[ProcessId]:
         """Processes that hold leases."""
         with self._lock:
-            return self._leases.processes()
+            return self.leases.processes()
 
     def read(self, cuts: Sequence[Cut]) -> tuple[npt.NDArray[np.uint8], list[RefusedShard]]:
         """The bytes of the cuts that are not refused, copied one after the other."""
@@ -288,7 +288,7 @@ class Store(Closing):
         unknown = []
         with Freeing(self._memory) as freed, self._lock:
             for task_id in task_ids:
-                if (held := self._tasks.pop(task_id, None)) is None:
+                if (held := self.tasks.pop(task_id, None)) is None:
                     unknown.append(task_id)
                     continue
                 self._cleared[task_id] = None
@@ -311,15 +311,15 @@ class Store(Closing):
         with Freeing(self._memory) as freed, self._lock:
             self._check_open()
             self._take_ended(freed)
-            if self._waiting or self._taken_bytes + needed > self._budget_bytes:
+            if self.waiting or self.taken_bytes + needed > self._budget_bytes:
                 self._wait_for_room(tasks, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
                     block = self._memory.allocate(nbytes)
-                    self._taken_bytes += nbytes
+                    self.taken_bytes += nbytes
                     blocks.append(block)
-                if (excess := self._taken_bytes + self._memory.spare_bytes - self._budget_bytes) > 0:
+                if (excess := self.taken_bytes + self._memory.spare_bytes - self._budget_bytes) > 0:
                     freed += self._memory.trim(excess)
             except BaseException:  # no segment could be made
                 self._memory.retire(blocks)
@@ -331,28 +331,28 @@ class Store(Closing):
     def _wait_for_room(self, tasks: Collection[str], needed: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         mine = object()
-        self._waiting.append(mine)
+        self.waiting.append(mine)
         try:
-            while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
+            while self.waiting[0] is not mine or self.taken_bytes + needed > self._budget_bytes:
                 if not self._has_room.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
                     raise self._full(tasks, needed, timeout_s)
                 self._check_open()
         finally:
-            self._waiting.remove(mine)
+            self.waiting.remove(mine)
             self._has_room.notify_all()  # the next one's turn
 
     def _full(self, tasks: Collection[str], needed: int, timeout_s: float) -> StoreFull:
         return StoreFull(
             f"{asker(tasks)} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
             f"bytes {self._current_bytes} are held, {self._leased_bytes} are cleared but still read, "
-            f"{self._taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self._waiting)} puts wait"
+            f"{self.taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self.waiting)} puts wait"
         )
 
     def _find(self, wanted: Sequence[WantedShard]) -> tuple[list[Holding], list[RefusedShard]]:
         self._check_open()
         found, refused = [], []
         for i, one in enumerate(wanted):
-            if (held := self._tasks.get(one.task_id)) is None:
+            if (held := self.tasks.get(one.task_id)) is None:
                 refused.append(RefusedShard(i, "cleared" if one.task_id in self._cleared else "unknown"))
             elif (holding := held.get(one.key)) is None:
                 refused.append(RefusedShard(i, "unknown"))
@@ -380,9 +380,9 @@ class Store(Closing):
                 self._free(holding.block, freed)
 
     def _free(self, block: Block, freed: list[GivenBack]) -> None:
-        self._taken_bytes -= block.nbytes
+        self.taken_bytes -= block.nbytes
         freed += self._memory.free(block)
-        if self._waiting:
+        if self.waiting:
             self._has_room.notify_all()
 
     def _take_ended(self, freed: list[GivenBack]) -> None:

@@ -88,12 +88,12 @@ class Inquiry(Closing, Generic[Reply]):
         self._open: dict[Channel, _Open] = {}
         self._probed: dict[Channel, tuple[_Open, _Probe]] = {}
         """Signs of life that were asked for and have not come."""
-        self._unsent: list[tuple[Channel, Reply | WeightwireError]] = []
+        self.unsent: list[tuple[Channel, Reply | WeightwireError]] = []
 
     @property
     def waits(self) -> bool:
         """Whether an answer is still to come."""
-        return bool(self._open or self._unsent)
+        return bool(self._open or self.unsent)
 
     @property
     def look_at_s(self) -> float:
@@ -107,7 +107,7 @@ class Inquiry(Closing, Generic[Reply]):
         try:
             ask.channel.send(ask.body)
         except WeightwireError as error:
-            self._unsent.append((ask.channel, error))
+            self.unsent.append((ask.channel, error))
             return
         first_s = now_s + PROBE_SHARE * silence_s
         probes = [_Probe(each, first_s) for each in ask.processes]
@@ -124,7 +124,7 @@ class Inquiry(Closing, Generic[Reply]):
     def take(self, until_s: float) -> list[tuple[Channel, Reply | WeightwireError]]:
         """Returns the answers that are there, else the first that come until `until_s` (of `time.monotonic()`), else nothing. A
         silent process's answer is a `SyncTimeout`."""
-        taken, self._unsent = self._unsent, []
+        taken, self.unsent = self.unsent, []
         while self._open and not taken:
             began_s = time.monotonic()
             look_at_s = self.look_at_s
@@ -134,7 +134,7 @@ class Inquiry(Closing, Generic[Reply]):
             wake_s = min(until_s, look_at_s)
             self._receive(max(0.0, wake_s - time.monotonic()), taken)
             now_s = time.monotonic()
-            self._forgive(now_s - max(wake_s, began_s))
+            self.forgive(now_s - max(wake_s, began_s))
             if now_s >= look_at_s:
                 self._end_silent(now_s, taken)
             if now_s >= until_s:
@@ -182,7 +182,7 @@ class Inquiry(Closing, Generic[Reply]):
                 self.give_up(request.channel)
                 taken.append((request.channel, error))
 
-    def _forgive(self, late_s: float) -> None:
+    def forgive(self, late_s: float) -> None:
         """Where this process itself stood still, what it did not hear meanwhile was nobody's silence."""
         if late_s < STOOD_STILL_S:
             return

@@ -83,8 +83,8 @@ class Fleet:
         self.registry = registry
         self.versions = NextVersion()
         self._settings = settings
-        self._machine = FleetMachine(settings.group)
-        self._sessions: dict[str, ReplicaSession] = {}
+        self.machine = FleetMachine(settings.group)
+        self.sessions: dict[str, ReplicaSession] = {}
         self._caught_up: dict[str, ReplicaSession] = {}
         self._left_to_lost: frozenset[str] = frozenset()
         """Segments that a lost replica may still read, if its process lives."""
@@ -110,7 +110,7 @@ class Fleet:
         return self.registry.wait(count, min(float(timeout_s), LONGEST_S), self._cards_while_open)
 
     def _cards_while_open(self) -> list[ReplicaCard]:
-        if self._machine.closed:
+        if self.machine.closed:
             raise ManagerClosed("the manager was closed while replicas were waited for", side="manager")
         return self.cards()
 
@@ -137,7 +137,7 @@ class Fleet:
         """Notes which replicas there are now, and when each was last heard of."""
         with self._looking:  # so that events are reported in the order in which they were seen
             cards = {card.replica: card for card in self.cards()}
-            self._on(CardsSeen(cards, {name: self.registry.heard_s(name) for name in cards}))
+            self.on(CardsSeen(cards, {name: self.registry.heard_s(name) for name in cards}))
 
     def next_version(self, timeout_s: float) -> int:
         """One more than the highest version that was sent or that a replica serves."""
@@ -147,18 +147,18 @@ class Fleet:
         """All current replicas and those lost lately, by id."""
         self.look()
         with self._changed:
-            return self._machine.statuses()
+            return self.machine.statuses()
 
     # --- updates: the manager's thread -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """No new catch-up starts meanwhile; one already running continues."""
-        self._on(UpdateBegan())
+        self.on(UpdateBegan())
         try:
             yield
         finally:
-            self._on(UpdateEnded())
+            self.on(UpdateEnded())
             self.poke()
 
     def take_part(self, needed: float, timeout_s: float) -> TakingPart:
@@ -169,22 +169,22 @@ class Fleet:
         cards = {card.replica: card for card in self.cards() or self._cards_again(timeout_s)}
         free = self._wait_for_free(cards, needed, timeout_s)
         self.adopt()
-        for gone in set(self._sessions) - set(cards):
+        for gone in set(self.sessions) - set(cards):
             self.lose(gone, "it is no longer among the replicas of the job")
         if not cards:
             raise self.nobody("agree")
         part = TakingPart([], [])
         for name in sorted(free):
             try:
-                session = self._sessions.get(name) or ReplicaSession.connect(cards[name], self._settings.config)
+                session = self.sessions.get(name) or ReplicaSession.connect(cards[name], self._settings.config)
             except Exception as error:  # noqa: BLE001 -- no free descriptor, say: only this replica is left out
                 failed = WeightwireError.wrap(error).at(side="manager", replica=name, phase="agree")
                 logger.warning("weightwire: replica %s was not connected to: %s", name, failed)
                 part.unreached.append((cards[name], failed))
             else:
                 session.card = cards[name]
-                self._sessions[name] = session
-                self._on(TookPart(session.card))
+                self.sessions[name] = session
+                self.on(TookPart(session.card))
                 part.sessions.append(session)
         for name in sorted(set(cards) - free) if math.isinf(needed) else ():  # whoever wants all is told of these
             hint = "catching up ends by its own deadline; call it again then"
@@ -197,7 +197,7 @@ class Fleet:
     def _cards_again(self, timeout_s: float) -> list[ReplicaCard]:
         """Waits for a card where there is none, while a replica of this host that took part lives: somebody removed the runtime
         directory, and replicas make it again."""
-        cards = [session.card for session in self._sessions.values()]
+        cards = [session.card for session in self.sessions.values()]
         if all(card.boot_id != addresses.boot_id() or has_ended(card.pid, card.start_ticks) for card in cards):
             return []
         with contextlib.suppress(SyncTimeout):
@@ -206,14 +206,14 @@ class Fleet:
 
     def settle(self, version: int, errors: Mapping[str, WeightwireError | None]) -> None:
         """Notes how an update ended for each replica: its error, or None if it serves `version`."""
-        self._on(Settled(version, errors))
+        self.on(Settled(version, errors))
 
     def lose(self, replica: str, reason: str) -> None:
         """A replica no longer takes part; it is connected to again if it comes back."""
         with self._changed:
-            if (session := self._sessions.pop(replica, None)) is not None:
+            if (session := self.sessions.pop(replica, None)) is not None:
                 self._close_lost(session)
-            self._on(Unreachable(replica, reason))
+            self.on(Unreachable(replica, reason))
 
     def segments_in_use(self) -> frozenset[str]:
         """Ids of the segments that replicas hold as their way back, are being caught up from, or may still read although they are
@@ -234,11 +234,11 @@ class Fleet:
             return left
 
     def _segments_of_living(self) -> frozenset[str]:
-        sessions = [*self._sessions.values(), *self._caught_up.values()]
-        return self._machine.segments_read().union(*(session.held_segments for session in sessions))
+        sessions = [*self.sessions.values(), *self._caught_up.values()]
+        return self.machine.segments_read().union(*(session.held_segments for session in sessions))
 
     def _segment_retained(self) -> frozenset[str]:
-        retained = self._machine.retained
+        retained = self.machine.retained
         return frozenset({retained.segment_id}) if retained is not None else frozenset()
 
     def _close_lost(self, session: ReplicaSession) -> None:
@@ -250,20 +250,20 @@ class Fleet:
 
     def segment_taken(self, transport: str, segment_id: str, busy: frozenset[str], fingerprint: str) -> None:
         """An update writes into this segment; see `SegmentTaken`."""
-        self._on(SegmentTaken(transport, segment_id, busy, fingerprint))
+        self.on(SegmentTaken(transport, segment_id, busy, fingerprint))
 
     def retain(self, retained: RetainedVersion) -> None:
         """Replicas are caught up from these bytes until an update takes their memory."""
-        self._on(Retained(retained))
+        self.on(Retained(retained))
 
     def adopt(self) -> None:
         """Takes over the sessions of replicas that were caught up: from now on they are replicas like the others."""
         with self._changed:
             caught_up, self._caught_up = self._caught_up, {}
         for name, session in caught_up.items():
-            if (before := self._sessions.pop(name, None)) is not None:
+            if (before := self.sessions.pop(name, None)) is not None:
                 session.replaces(before)
-            self._sessions[name] = session
+            self.sessions[name] = session
 
     def close_group(self, timeout_s: float) -> None:
         """Has all replicas forget the group, once none is being caught up; raises the first error."""
@@ -272,9 +272,9 @@ class Fleet:
             cards = self.cards()
             self._wait_for_free([card.replica for card in cards], len(cards), timeout_s)
             self.adopt()
-            for session in self._sessions.values():
+            for session in self.sessions.values():
                 session.agreed = None
-            self._on(GroupClosed())
+            self.on(GroupClosed())
             replies = ask_workers(cards, request, Done, timeout_s=config.control_timeout_s, silence_s=config.silence_s)
             for reply in itertools.chain.from_iterable(replies):
                 if isinstance(reply, WeightwireError):
@@ -283,22 +283,22 @@ class Fleet:
     def release(self) -> None:
         """Tells all replicas to free what they keep for the next update, and closes the sessions."""
         self.adopt()
-        sessions = list(self._sessions.values())
+        sessions = list(self.sessions.values())
         requests = [Outgoing(channel, Release(self._settings.group)) for s in sessions for channel in s.workers]
         for outgoing, reply in zip(requests, fan_out(requests, Done, timeout_s=RELEASE_TIMEOUT_S), strict=True):
             if isinstance(reply, WeightwireError):
                 logger.info("weightwire: release at %s: %s", outgoing.channel.address, reply)
         for session in sessions:
             session.close()
-        self._sessions.clear()
+        self.sessions.clear()
 
     def _wait_for_free(self, names: Iterable[str], needed: float, timeout_s: float) -> set[str]:
         names = set(names)
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._machine.free(names, needed)) >= min(needed, len(names)), max(0.0, timeout_s)
+                lambda: len(self.machine.free(names, needed)) >= min(needed, len(names)), max(0.0, timeout_s)
             )
-            free = self._machine.free(names, needed)
+            free = self.machine.free(names, needed)
         if names and not free:
             raise SyncTimeout(f"all replicas are still being caught up after {timeout_s:g} s", phase="agree")
         return free
@@ -308,14 +308,14 @@ class Fleet:
     def caught_up(self, session: ReplicaSession) -> None:
         """The replica serves the version that it was given; its session is handed over to the manager's thread."""
         with self._changed:
-            self._on(CaughtUp(session.card.replica))
+            self.on(CaughtUp(session.card.replica))
             self._hand_over(session)
         self.poke()
 
     def not_caught_up(self, replica: str, error: WeightwireError, session: ReplicaSession | None = None) -> None:
         """A catch-up failed. `session`: the connections to the replica, if they were made."""
         with self._changed:
-            self._on(NotCaughtUp(replica, error))
+            self.on(NotCaughtUp(replica, error))
             if session is not None:
                 session.agreed = None
                 self._hand_over(session)
@@ -325,7 +325,7 @@ class Fleet:
         name = session.card.replica
         if (before := self._caught_up.pop(name, None)) is not None:
             session.replaces(before)
-        if self._machine.closed or self._machine.replicas[name].lost:
+        if self.machine.closed or self.machine.replicas[name].lost:
             self._close_lost(session)
         else:
             self._caught_up[name] = session
@@ -341,15 +341,15 @@ class Fleet:
     def wait_for_news(self) -> bool:
         """Waits for `poke`, or until a catch-up is due. Returns False once the fleet is closed."""
         with self._changed:
-            wakes_at_s = self._machine.wakes_at_s
+            wakes_at_s = self.machine.wakes_at_s
             left_s = None if wakes_at_s is None else max(0.0, wakes_at_s - time.monotonic())
             self._changed.wait_for(lambda: self._news, left_s)
             self._news = False
-            return not self._machine.closed
+            return not self.machine.closed
 
     def due(self) -> list[CatchUp]:
         """The catch-ups to start now; `caught_up` or `not_caught_up` is to follow for each."""
-        return self._on(Tick(self._settings.catch_up != "never"))
+        return self.on(Tick(self._settings.catch_up != "never"))
 
     def to_tell(self) -> list[Tell]:
         """The events to report to listeners, in order; each once."""
@@ -359,7 +359,7 @@ class Fleet:
 
     def close(self) -> None:
         """No replica is caught up or waited for any more, and the retained bytes are dropped."""
-        self._on(Closed())
+        self.on(Closed())
         self.poke()
         self.registry.wake()
 
@@ -386,10 +386,10 @@ class Fleet:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _on(self, event: Event) -> list[CatchUp]:
+    def on(self, event: Event) -> list[CatchUp]:
         """Handles an event. Returns the catch-ups to start, which only a `Tick` brings."""
         with self._changed:
-            actions = self._machine.on(event, time.monotonic())
+            actions = self.machine.on(event, time.monotonic())
             self._tells += [action for action in actions if isinstance(action, Tell)]
             if actions:
                 self.poke()

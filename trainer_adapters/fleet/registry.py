@@ -37,7 +37,7 @@ class Registry(Service):
         self._cards: dict[str, tuple[ReplicaCard, float]] = {}
         self._heard_s: dict[str, float] = {}
         self._changed = threading.Condition()
-        self._changes = 0
+        self.changes = 0
         self._listeners: list[Callable[[], None]] = []
         self._processes: set[ProcessId] = set()
         self._strangers: set[str] = set()
@@ -81,12 +81,12 @@ class Registry(Service):
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._changed:
-                changes = self._changes
+                changes = self.changes
             if len(found := look()) >= count:
                 return found
             with self._changed:
                 has_changed = self._changed.wait_for(
-                    lambda: self._changes > changes,  # noqa: B023
+                    lambda: self.changes > changes,  # noqa: B023
                     deadline_s - time.monotonic(),
                 )
             if not has_changed:
@@ -102,7 +102,7 @@ class Registry(Service):
     def wake(self) -> None:
         """Has all calls of `wait` look again."""
         with self._changed:
-            self._changes += 1
+            self.changes += 1
             self._changed.notify_all()
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:

@@ -114,11 +114,11 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
     """
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
-        self._store: Store | None = None
+        self.store: Store | None = None
         self._making = threading.Lock()
         # Not asyncio's own threads, of which there are few: puts that wait for room would keep the clear that makes it waiting.
         self._putting = ThreadPoolExecutor(PUTS_AT_ONCE, "weightwire-put")
-        self._budget_bytes, self._timeout_s = _checked(config)
+        self._budget_bytes, self.timeout_s = _checked(config)
         super().__init__(controller_info, config, zmq_context=zmq_context)
 
     async def put_data(
@@ -147,8 +147,8 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         await self.notify_data_update(
             metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data), stored
         )
-        assert self._store is not None
-        own = self._store.owner.id
+        assert self.store is not None
+        own = self.store.owner.id
         for owner, error in await self._drop([row for row in old if row.owner.id != own]):  # this process has them now
             # Later the owner may have put rows of its own under these names: nobody may drop them then.
             logger.warning(
@@ -164,7 +164,7 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         owners = {row.owner.id: row.owner for row in rows}
         have: dict[ShardId, LocalPart] = {}
         try:
-            await afetch_entries([row.entry for row in rows], owners, timeout_s=self._timeout_s, have=have)
+            await afetch_entries([row.entry for row in rows], owners, timeout_s=self.timeout_s, have=have)
         except FetchFailed as error:
             _raise_not_found(error)
         values = [_value_of(have[row.entry.shard]) for row in rows]
@@ -202,24 +202,24 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
     def close(self) -> None:
         """Closes the client's sockets and the store; rows of this process are gone then. May be called twice."""
         super().close()
-        if (store := getattr(self, "_store", None)) is not None:
+        if (store := getattr(self, "store", None)) is not None:
             store.close()
 
     def _put_rows(self, data: TensorDict, metadata: BatchMeta) -> dict[int, dict[str, bytes]]:
         """By global index and field: what the controller is to keep."""
         with self._making:  # the first puts may come at once
-            if self._store is None:
-                self._store = Store(budget_bytes=self._budget_bytes, name="queue")
+            if self.store is None:
+                self.store = Store(budget_bytes=self._budget_bytes, name="queue")
         tasks = {
             _task_id(partition_id, index, field): {field: value}
             for field in _fields(data)
             for (index, partition_id), value in zip(_samples(metadata), _rows_of(data.get(field)), strict=True)
         }
-        entries = iter(self._store.put_tasks(tasks, timeout_s=self._timeout_s))
+        entries = iter(self.store.put_tasks(tasks, timeout_s=self.timeout_s))
         stored: dict[int, dict[str, bytes]] = {index: {} for index in metadata.global_indexes}
         for field in _fields(data):
             for index in metadata.global_indexes:
-                stored[index][field] = msgspec.msgpack.encode(StoredRow(next(entries), self._store.owner))
+                stored[index][field] = msgspec.msgpack.encode(StoredRow(next(entries), self.store.owner))
         return stored
 
     async def _drop(self, rows: Sequence[StoredRow]) -> list[tuple[str, WeightwireError]]:
@@ -230,7 +230,7 @@ class WeightwireStorageManager(StorageManager):  # type: ignore[misc]
         tasks: dict[str, list[str]] = {}
         for row in rows:
             tasks.setdefault(row.owner.id, []).append(row.entry.shard.task_id)
-        report = await asyncio.to_thread(clear_tasks, tasks, owners, timeout_s=self._timeout_s)
+        report = await asyncio.to_thread(clear_tasks, tasks, owners, timeout_s=self.timeout_s)
         return [(owner, error) for owner, error in report.failed if not isinstance(error, PeerLost)]
 
     async def _partition(self, partition_id: str) -> BatchMeta | None:

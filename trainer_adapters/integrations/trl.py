@@ -102,22 +102,22 @@ class WeightSync:
         if dtype is None and generation.mode == "colocate":
             dtype = generation.llm.llm_engine.model_config.dtype
         self._dtype = dtype
-        self._manager: SyncManager | None = None
+        self.manager: SyncManager | None = None
         self._replicas: set[str] = set()
         """Of the server, as it said last."""
 
     def __call__(self) -> None:
-        if self._manager is None:
-            self._manager = SyncManager(**self._settings)
-            self._end = weakref.finalize(self, self._manager.close)  # for syncs after the training
-            if self._generation.mode == "server" and self._manager.rank == 0:
+        if self.manager is None:
+            self.manager = SyncManager(**self._settings)
+            self._end = weakref.finalize(self, self.manager.close)  # for syncs after the training
+            if self._generation.mode == "server" and self.manager.rank == 0:
                 self._replicas = replicas_behind(self._generation.vllm_client.base_url)
-                await_replicas(self._manager, self._replicas)
+                await_replicas(self.manager, self._replicas)
         if self._generation.mode == "colocate" and self._generation.enable_sleep_mode:
             self._wake()
         try:
             # As FSDP wraps it, without the wrappers of DDP and DeepSpeed.
-            report = self._manager.update(self._trainer.model, dtype=self._dtype)
+            report = self.manager.update(self._trainer.model, dtype=self._dtype)
         except ManifestMismatch as error:
             if self._dtype is None:
                 error.add_note('If only dtypes differ, name the engine\'s: through_weightwire(..., dtype="bfloat16")')
@@ -134,9 +134,9 @@ class WeightSync:
 
     def close(self) -> None:
         """Closes the manager, if there is one."""
-        if self._manager is not None:
+        if self.manager is not None:
             self._end()
-        self._manager = None
+        self.manager = None
 
     def _check(self, report: UpdateReport) -> None:
         """Raises `CommitFailed` unless what this rank generates with took the version: it may be of another job. Rank 0

@@ -72,10 +72,10 @@ def all_finite(data: Any, dtype: str) -> bool:
         return not bool((np.frombuffer(data, dtype=np.uint8) == NEGATIVE_ZERO).any())
     if dtype not in MASKS:
         return True
-    return not _has_all_bits(data, *MASKS[dtype])
+    return not has_all_bits(data, *MASKS[dtype])
 
 
-def _has_all_bits_by_numpy(data: Any, width: int, mask: int) -> bool:
+def has_all_bits_by_numpy(data: Any, width: int, mask: int) -> bool:
     flat = np.frombuffer(data, dtype=np.uint8)
     if flat.size % width:
         raise ValueError(f"elements of {width} bytes don't fill the buffer")
@@ -87,4 +87,4 @@ def _has_all_bits_by_numpy(data: Any, width: int, mask: int) -> bool:
     return False
 
 
-_has_all_bits: Callable[[Any, int, int], bool] = _has_all_bits_by_numpy if FUNCTIONS is None else FUNCTIONS.has_all_bits
+has_all_bits: Callable[[Any, int, int], bool] = has_all_bits_by_numpy if FUNCTIONS is None else FUNCTIONS.has_all_bits

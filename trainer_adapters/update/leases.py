@@ -28,46 +28,46 @@ class Leases:
     """Renews the leases of the replicas in `renewed`, until `close` or the operation's deadline."""
 
     def __init__(self, request: Renew, *, lease_s: float, silence_s: float, until_s: float) -> None:
-        self._request = request
-        self._every_s = lease_s / 3
-        self._silence_s = silence_s
-        self._until_s = until_s
-        self._renewed: tuple[ReplicaCard, ...] = ()
-        self._ended = threading.Event()
+        self.request = request
+        self.every_s = lease_s / 3
+        self.silence_s = silence_s
+        self.until_s = until_s
+        self.renewed: tuple[ReplicaCard, ...] = ()
+        self.ended = threading.Event()
         self._complained = False
         self._thread: threading.Thread | None = None
         self.sent_messages = 0
 
     def renew(self, cards: Iterable[ReplicaCard]) -> None:
         """From now on the leases of exactly these replicas are renewed. Raises RuntimeError if no thread can be started."""
-        self._renewed = tuple(cards)
-        if self._renewed and self._thread is None:
+        self.renewed = tuple(cards)
+        if self.renewed and self._thread is None:
             thread = threading.Thread(target=self._run, name="weightwire-leases", daemon=True)
             thread.start()
             self._thread = thread
 
     def close(self) -> None:
         """Ends the thread; may be called twice."""
-        self._ended.set()
+        self.ended.set()
         if self._thread is not None:
             self._thread.join(END_S)
 
     def _run(self) -> None:
         channels: dict[str, Channel] = {}
-        due_s = time.monotonic() + self._every_s
-        while not self._ended.wait(max(0.0, due_s - time.monotonic())) and time.monotonic() < self._until_s:
-            due_s = time.monotonic() + self._every_s
-            self._renew(channels)
+        due_s = time.monotonic() + self.every_s
+        while not self.ended.wait(max(0.0, due_s - time.monotonic())) and time.monotonic() < self.until_s:
+            due_s = time.monotonic() + self.every_s
+            self.renew_round(channels)
         for channel in channels.values():
             channel.close()
 
-    def _renew(self, channels: dict[str, Channel]) -> None:
-        for card in self._renewed:
-            for address, connect in worker_connections(card, self._silence_s).items():
+    def renew_round(self, channels: dict[str, Channel]) -> None:
+        for card in self.renewed:
+            for address, connect in worker_connections(card, self.silence_s).items():
                 try:
                     if address not in channels:
                         channels[address] = connect()
-                    channels[address].send(self._request)
+                    channels[address].send(self.request)
                     self.sent_messages += 1
                 except Exception as error:  # noqa: BLE001 -- one worker's trouble, or no free descriptor: the others go on
                     if not self._complained:

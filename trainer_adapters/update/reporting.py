@@ -27,7 +27,7 @@ def replica_report(card: ReplicaCard, one: Participant, manifest: Manifest, vers
     with harmless("reading a replica's terms"):
         found |= _terms(one, manifest)
     with harmless("reading a replica's answer to the commit"):
-        found |= _costs(one)
+        found |= costs(one)
     return msgspec.structs.replace(report, **found)
 
 
@@ -47,7 +47,7 @@ def _terms(one: Participant, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _costs(one: Participant) -> dict[str, Any]:
+def costs(one: Participant) -> dict[str, Any]:
     if (committed := one.committed) is None:
         return {}
     return {

@@ -97,12 +97,12 @@ class Transaction:
         self._opens_with: OpenGroup | None = None
         self._offers = {transport.name: (transport, sender) for transport, sender in offers}
         self._lost = lost
-        self._sessions: dict[str, ReplicaSession] = {}
-        self._cards: dict[str, ReplicaCard] = {}
-        self._sent_before: dict[str, int] = {}
-        self._segment_ids: dict[str, str] = {}
+        self.sessions: dict[str, ReplicaSession] = {}
+        self.cards: dict[str, ReplicaCard] = {}
+        self.sent_before: dict[str, int] = {}
+        self.segment_ids: dict[str, str] = {}
         self._opened_s = self._sealed_s = 0.0
-        self._places: dict[Channel, tuple[str, int | None]] = {}
+        self.places: dict[Channel, tuple[str, int | None]] = {}
         self._states: dict[str, State] = {}
         """Of the participants, after the last event."""
         terms = Terms(
@@ -126,9 +126,9 @@ class Transaction:
             streams=frozenset(transport.name for transport, _ in offers if transport.streams),
         )
         self.terms = terms
-        self._machine = TransactionMachine(terms)
-        self._inquiry = asking.Inquiry(msgspec.Struct, silence_s=terms.silence_s)
-        self._leases = Leases(
+        self.machine = TransactionMachine(terms)
+        self.inquiry = asking.Inquiry(msgspec.Struct, silence_s=terms.silence_s)
+        self.leases = Leases(
             Renew(settings.group, self.txn),
             lease_s=settings.lease_s,
             silence_s=settings.config.silence_s,
@@ -145,22 +145,22 @@ class Transaction:
             try:
                 yield
             except BaseException as error:
-                if not isinstance(error, Exception) or not self._machine.has_committed:
+                if not isinstance(error, Exception) or not self.machine.has_committed:
                     with harmless("aborting an update"):
-                        self._do(AbortAll(WeightwireError.wrap(error).message))
+                        self.do(AbortAll(WeightwireError.wrap(error).message))
                         self._wait()
                     self._raise_failed(error)
                 logger.exception("weightwire: version %d is committed, and then something failed", self.terms.version)
             with harmless("leaving behind the replicas that were not ready"):
-                self._do(LeaveBehind())
+                self.do(LeaveBehind())
                 self._wait()
         finally:
-            self._leases.close()
-            self._inquiry.close()
+            self.leases.close()
+            self.inquiry.close()
 
     def _raise_failed(self, error: BaseException) -> None:
         """Raises the error of an aborted update, which says what is torn; unless a replica had committed before the others."""
-        if self._machine.has_committed and isinstance(error, Exception):
+        if self.machine.has_committed and isinstance(error, Exception):
             return
         torn = [f"{name} is torn" for name, each in self.errors.items() if isinstance(each, TornReplica)]
         if not (torn and isinstance(error, Exception)):
@@ -179,7 +179,7 @@ class Transaction:
             with span(name):
                 yield
         except WeightwireError as error:
-            machine = self._machine
+            machine = self.machine
             if isinstance(error, SyncTimeout | PeerLost) and not (machine.has_committed or machine.may_have_torn):
                 error.advise(NOTHING_APPLIED if name != "commit" else UNKNOWN)
             raise error.at(phase=name) from error.__cause__
@@ -194,9 +194,9 @@ class Transaction:
     ) -> tuple[GoTransport, ...]:
         """Opens the group where it is not open and begins the transaction everywhere. Returns where, and to whom, the trainer
         ranks write. `place` says where the bytes will be."""
-        self._sessions = {session.card.replica: session for session in sessions}
-        self._cards = {card.replica: card for card in [*(s.card for s in sessions), *(card for card, _ in unreached)]}
-        self._sent_before = {name: session.messages for name, session in self._sessions.items()}
+        self.sessions = {session.card.replica: session for session in sessions}
+        self.cards = {card.replica: card for card in [*(s.card for s in sessions), *(card for card, _ in unreached)]}
+        self.sent_before = {name: session.messages for name, session in self.sessions.items()}
         nbytes = self.terms.manifest.nbytes
         joining = [
             Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id, s.lacks_memory(nbytes)) for s in sessions
@@ -205,15 +205,15 @@ class Transaction:
         self._run(OpenAll(joining, {card.replica: error for card, error in unreached}))
         segments: dict[str, bytes] = {}
         for name, (transport, sender) in self._offers.items():
-            if users := self._users_of(name, "open"):
+            if users := self.users_of(name, "open"):
                 segments[name] = place(transport, sender, users)
-                self._segment_ids[name] = segment_id(segments[name])
-        with span("begin", replicas=len(self._machine.participants)):
+                self.segment_ids[name] = segment_id(segments[name])
+        with span("begin", replicas=len(self.machine.participants)):
             self._run(BeginAll(segments))
         return tuple(
-            GoTransport(name, segment, tuple(target for user in users for target in self._targets(user)))
+            GoTransport(name, segment, tuple(target for user in users for target in self.targets(user)))
             for name, segment in segments.items()
-            if (users := self._users_of(name, "begun"))
+            if (users := self.users_of(name, "begun"))
         )
 
     def drop(self, lost: Mapping[str, WeightwireError]) -> None:
@@ -225,8 +225,8 @@ class Transaction:
         """Has all workers check the pieces, until those replicas are ready for which the commit waits."""
         self._sealed_s = time.perf_counter()
         self._run(SealAll(pieces, digest_group(self.terms.manifest, pieces)))
-        for one in self._machine.in_state("sealed"):
-            self._sessions[one.replica].to_take = 0
+        for one in self.machine.in_state("sealed"):
+            self.sessions[one.replica].to_take = 0
 
     def commit(self) -> None:
         """Commits every replica that is ready, all at once."""
@@ -237,45 +237,45 @@ class Transaction:
     @property
     def messages(self) -> int:
         """Requests that this rank sent."""
-        asked = sum(session.messages - self._sent_before[name] for name, session in self._sessions.items())
-        return asked + self._leases.sent_messages
+        asked = sum(session.messages - self.sent_before[name] for name, session in self.sessions.items())
+        return asked + self.leases.sent_messages
 
     @property
     def errors(self) -> dict[str, WeightwireError | None]:
         """Each replica's error, or None if it serves the version. Replicas of an aborted update that did not fail are absent."""
-        ended = [one for one in self._machine.participants.values() if one.state != "aborted"]
+        ended = [one for one in self.machine.participants.values() if one.state != "aborted"]
         return {one.replica: one.error for one in ended}
 
     def reports(self) -> tuple[ReplicaReport, ...]:
         """The report of each replica, by id."""
-        ended = sorted(self._machine.participants.values(), key=lambda one: one.replica)
+        ended = sorted(self.machine.participants.values(), key=lambda one: one.replica)
         manifest, version = self.terms.manifest, self.terms.version
-        return tuple(replica_report(self._cards[one.replica], one, manifest, version) for one in ended)
+        return tuple(replica_report(self.cards[one.replica], one, manifest, version) for one in ended)
 
     # --- performing the machine's actions ----------------------------------------------------------------------------
 
     def _run(self, event: Event) -> None:
         """Begins a step and returns when it is over. Raises the error with which the update as a whole failed."""
-        self._do(event)
+        self.do(event)
         self._wait()
-        if self._machine.error is not None:
-            raise self._machine.error
+        if self.machine.error is not None:
+            raise self.machine.error
 
     def _wait(self) -> None:
         """Returns once the current step is over."""
-        while self._machine.is_busy:
-            taken = self._inquiry.take(self._machine.wakes_at_s)
+        while self.machine.is_busy:
+            taken = self.inquiry.take(self.machine.wakes_at_s)
             for channel, answer in taken:
-                self._do(Answered(*self._places[channel], answer))
+                self.do(Answered(*self.places[channel], answer))
             if not taken:
-                self._do(Tick())
+                self.do(Tick())
 
-    def _do(self, event: Event) -> None:
+    def do(self, event: Event) -> None:
         before = self._states
         events = [event]
         aborts: list[TellAbort] = []
         while events:
-            for action in self._machine.on(events.pop(0), time.monotonic()):
+            for action in self.machine.on(events.pop(0), time.monotonic()):
                 if isinstance(action, (Ask, AskToOpen)):
                     events += self._ask(action)
                 elif isinstance(action, TellAbort):
@@ -283,32 +283,32 @@ class Transaction:
                 else:
                     self._perform(action)
         if aborts:
-            self._tell_abort(aborts)
-        participants = self._machine.participants
+            self.tell_abort(aborts)
+        participants = self.machine.participants
         states = self._states = {name: one.state for name, one in participants.items()}
         if states != before:
             begun = [name for name, one in participants.items() if one.is_in and one.state != "open"]
-            self._leases.renew(self._cards[name] for name in begun)
+            self.leases.renew(self.cards[name] for name in begun)
             for name, state in states.items():
                 if state != before.get(name):
                     self._trace(participants[name])
 
     def _perform(self, action: Action) -> None:
-        session = self._sessions[action.replica]
+        session = self.sessions[action.replica]
         match action:
             case StopWaiting():
                 for channel in (session.coordinator, *session.workers):
-                    self._inquiry.give_up(channel)
+                    self.inquiry.give_up(channel)
             case EndStream():
                 for channel in session.workers:
-                    self._inquiry.give_up(channel)
+                    self.inquiry.give_up(channel)
                 with harmless("ending a stream"):
                     self._send_abort(session, action.reason)
             case TermsAgreed():
                 session.agree(action.agreed)
             case Holds():
                 used = session.agreed.transport if session.agreed is not None else ""
-                new = frozenset({self._segment_ids[used]} if used in self._segment_ids else ())
+                new = frozenset({self.segment_ids[used]} if used in self.segment_ids else ())
                 before = session.held_segments
                 session.held_segments = {"new": new, "none": frozenset[str](), "either": before | new}[action.segments]
             case Drop():
@@ -323,7 +323,7 @@ class Transaction:
 
     def _ask(self, action: Ask | AskToOpen) -> list[Event]:
         """Sends a request. If it cannot be sent, its error is the answer, and fails this replica only."""
-        session = self._sessions[action.replica]
+        session = self.sessions[action.replica]
         workers: Sequence[int | None] = (
             action.workers or range(len(session.workers)) if isinstance(action, AskToOpen) else (action.worker,)
         )
@@ -340,25 +340,25 @@ class Transaction:
                     ask = session.ask_of_worker(worker, body, patient=True)
                 else:
                     ask = session.ask_of_worker(worker, body, silence_s=action.silence_s)
-                self._places[ask.channel] = action.replica, worker
-                self._inquiry.ask(ask)
+                self.places[ask.channel] = action.replica, worker
+                self.inquiry.ask(ask)
             except Exception as error:  # noqa: BLE001
                 failed.append(Answered(action.replica, worker, WeightwireError.wrap(error)))
         return failed
 
     def _open_request(self, action: AskToOpen) -> OpenGroup:
         terms, (_, sender) = self.terms, self._offers[action.transport]
-        install, sharing = terms.install_over(action.transport), self._machine.participants[action.replica].sharing
+        install, sharing = terms.install_over(action.transport), self.machine.participants[action.replica].sharing
         probe = sender.probe()
         request = OpenGroup(terms.group, terms.manifest, action.transport, probe, install, terms.partial, sharing)
         if request != self._opens_with:
             self._opens_with = request
         return self._opens_with  # the same object for the next replica: what goes to many is encoded once
 
-    def _tell_abort(self, aborts: Sequence[TellAbort]) -> None:
+    def tell_abort(self, aborts: Sequence[TellAbort]) -> None:
         """Tells all of these replicas at once to drop the transaction; their leases do it if this cannot."""
-        channels = [(each.reason, channel) for each in aborts for channel in self._sessions[each.replica].workers]
-        requests = [Outgoing(channel, self._abort_request(reason)) for reason, channel in channels]
+        channels = [(each.reason, channel) for each in aborts for channel in self.sessions[each.replica].workers]
+        requests = [Outgoing(channel, self.abort_request(reason)) for reason, channel in channels]
         for outgoing, reply in zip(requests, fan_out(requests, Done, timeout_s=ABORT_TIMEOUT_S), strict=True):
             if isinstance(reply, WeightwireError):
                 logger.info("weightwire: abort of %s at %s: %s", self.txn, outgoing.channel.address, reply)
@@ -367,20 +367,20 @@ class Transaction:
         """Sends the abort without waiting for the answer, because the other replicas go on to the commit."""
         for channel in session.workers:
             try:
-                channel.send(self._abort_request(reason))
+                channel.send(self.abort_request(reason))
             except WeightwireError as error:
                 logger.info("weightwire: abort of %s at %s: %s", self.txn, channel.address, error)
 
-    def _abort_request(self, reason: str) -> Abort:
+    def abort_request(self, reason: str) -> Abort:
         return Abort(self.terms.group, self.txn, reason[:4096])
 
-    def _users_of(self, transport: str, state: State) -> list[ReplicaSession]:
+    def users_of(self, transport: str, state: State) -> list[ReplicaSession]:
         """The replicas that are reached by a transport and have come as far as `state`."""
-        users = [self._sessions[one.replica] for one in self._machine.in_state(state)]
+        users = [self.sessions[one.replica] for one in self.machine.in_state(state)]
         return [user for user in users if user.agreed is not None and user.agreed.transport == transport]
 
-    def _targets(self, session: ReplicaSession) -> tuple[Target, ...]:
-        return session.targets(self._machine.participants[session.card.replica].landings)
+    def targets(self, session: ReplicaSession) -> tuple[Target, ...]:
+        return session.targets(self.machine.participants[session.card.replica].landings)
 
     def _trace(self, one: Participant) -> None:
         if one.state == "open":

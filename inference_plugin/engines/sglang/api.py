@@ -59,7 +59,7 @@ class SglangMiddleware(ReplicaMiddleware):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] in ("/model_info", "/get_model_info"):
             with contained("telling the server the weights' version", logger):
-                version = await asyncio.to_thread(_last_committed)
+                version = await asyncio.to_thread(last_committed)
                 manager = sys.modules[_SERVER]._global_state.tokenizer_manager
                 said = manager.config_value("weight_version")
                 before = manager.server_args.weight_version if self.told is None else self.told
@@ -70,7 +70,7 @@ class SglangMiddleware(ReplicaMiddleware):
         await super().__call__(scope, receive, send)
 
 
-def _last_committed() -> str | None:
+def last_committed() -> str | None:
     """The version with which this server's replicas stamp their answers, `UNKNOWN_VERSION` where somebody else has loaded others;
     None if they have committed none."""
     groups = [item for card in replicas_here() for item in record_of(card).groups.items()]

@@ -52,11 +52,11 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
     @wrap(SchedulerRequestReceiver, "_pull_raw_reqs")
     def pull_raw_reqs(original: Callable[..., Any], self: Any) -> Any:
-        if _rank is not None and _turns is not None:
+        if served_rank is not None and _turns is not None:
             with contained("a pass of the event loop", logger):
-                _rank.while_paused(idle=not _turns.wants_turn())
+                served_rank.while_paused(idle=not _turns.wants_turn())
         requests = original(self)
-        if requests is not None and _rank is not None and _turns is not None:
+        if requests is not None and served_rank is not None and _turns is not None:
             with contained("a pass of the event loop", logger):
                 if _turns.wants_turn():
                     requests.append(Turn(_turns.rung))
@@ -64,32 +64,32 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
     @wrap(Scheduler, "get_next_batch_to_run")
     def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any, last_batch: Any) -> Any:
-        if _rank is None or _rank.pipeline is None:
+        if served_rank is None or served_rank.pipeline is None:
             return original(self, running_batch=running_batch, last_batch=last_batch)
-        return _rank.pipeline.plan(original, running_batch, last_batch)
+        return served_rank.pipeline.plan(original, running_batch, last_batch)
 
     @wrap(Scheduler, "run_batch")
     def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _rank.model.step() if _rank is not None else contextlib.nullcontext():
+        with served_rank.model.step() if served_rank is not None else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     @wrap(Scheduler, "_add_request_to_queue")
     def add_request_to_queue(original: Callable[..., Any], self: Any, req: Any, is_retracted: bool = False) -> Any:
-        if _rank is not None and not _rank.admit(req, is_retracted):
+        if served_rank is not None and not served_rank.admit(req, is_retracted):
             return None
         return original(self, req, is_retracted)
 
     @wrap(Scheduler, "abort_request")
     def abort_request(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        if _rank is not None:
-            _rank.unhold_aborted(recv_req)
+        if served_rank is not None:
+            served_rank.unhold_aborted(recv_req)
         return original(self, recv_req)
 
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
         result = original(self, req)
-        if _rank is not None:
-            _rank.name(req)
+        if served_rank is not None:
+            served_rank.name(req)
         return result
 
 
@@ -109,15 +109,15 @@ def hook_own_commands() -> None:
 
     @wrap(SchedulerWeightUpdaterManager, "check_weights")
     def check_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        if recv_req.action != "reset_tensors" or _rank is None or _turns is None:
+        if recv_req.action != "reset_tensors" or served_rank is None or _turns is None:
             return original(self, recv_req)
         try:
-            if _rank.pipeline is not None:
+            if served_rank.pipeline is not None:
                 raise EngineUnsupported(
                     "a stage is asked before the next one knows of it, while micro-batches are between them",
                     hint="a pipeline's weights can't be reset",
                 )
-            if kept := _rank.model.lost_by_a_reset(getattr(recv_req, "skip_tensor_list", None) or ()):
+            if kept := served_rank.model.lost_by_a_reset(getattr(recv_req, "skip_tensor_list", None) or ()):
                 raise EngineUnsupported(
                     f"no update brings these back: {first_few(kept)}", hint="skip_tensor_list spares them"
                 )
@@ -126,7 +126,7 @@ def hook_own_commands() -> None:
                 "(a parameter that no update fills stays random until a restart)"
             )
         except Exception as error:
-            _rank.refuse_what_is_unknown()
+            served_rank.refuse_what_is_unknown()
             logger.exception("weightwire: the weights were not reset")
             return CheckWeightsReqOutput(success=False, message=f"weightwire: the weights were not reset: {error}")
         return original(self, recv_req)
@@ -134,20 +134,20 @@ def hook_own_commands() -> None:
     # The user and a manager may each release memory, and take it back. SGLang ends where memory is moved twice the same way.
     @wrap(SchedulerWeightUpdaterManager, "release_memory_occupation")
     def release_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        if _rank is None:
+        if served_rank is None:
             return original(self, recv_req)
         tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag not in self.offload_tags]
         if not tags:
             return ReleaseMemoryOccupationReqOutput()
         request = ReleaseMemoryOccupationReqInput(tags=tags)
-        return _rank.note_memory(lambda: original(self, request), self.offload_tags, releases="weights" in tags)
+        return served_rank.note_memory(lambda: original(self, request), self.offload_tags, releases="weights" in tags)
 
     @wrap(SchedulerWeightUpdaterManager, "resume_memory_occupation")
     def resume_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        if _rank is None:
+        if served_rank is None:
             return original(self, recv_req)
         tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag in self.offload_tags]
-        if _rank.runtime.is_asleep and not _rank.runtime.moves_memory:
+        if served_rank.runtime.is_asleep and not served_rank.runtime.moves_memory:
             logger.warning(
                 "weightwire: not woken: a manager put this replica to sleep, and its trainer may use the memory"
             )
@@ -155,17 +155,17 @@ def hook_own_commands() -> None:
         if not tags:
             return ResumeMemoryOccupationReqOutput()
         request = ResumeMemoryOccupationReqInput(tags=tags)
-        return _rank.note_memory(lambda: original(self, request), self.offload_tags, releases=False)
+        return served_rank.note_memory(lambda: original(self, request), self.offload_tags, releases=False)
 
     @wrap(Scheduler, "pause_generation")
     def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        if _rank is not None:
-            _rank.note_pause(True)
+        if served_rank is not None:
+            served_rank.note_pause(True)
         return original(self, recv_req)
 
     @wrap(Scheduler, "continue_generation")
     def continue_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        return original(self, recv_req) if _rank is None or _rank.note_pause(False) else None
+        return original(self, recv_req) if served_rank is None or served_rank.note_pause(False) else None
 
     # These may write parameters without the model's loader, or have others write them, until a session ends.
     for update in ("update_weights_from_tensor", "begin_weight_update", "end_weight_update"):
@@ -206,7 +206,7 @@ def _leads() -> bool:
         return False
 
 
-_rank: SchedulerRank | None = None
+served_rank: SchedulerRank | None = None
 _turns: LeaderControl | FollowerControl | None = None
 """This process's rank, and its part in turns; None while SGLang runs without us."""
 
@@ -217,7 +217,7 @@ explicit = False
 def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
     """Starts this rank and, on the first, the coordinator; publishes the replica's card. Where a part of it fails, on any rank,
     all ranks run without us, and nothing of ours is left in them."""
-    global _rank, _turns
+    global served_rank, _turns
     rank: SchedulerRank | None = None
     first = True
     try:
@@ -233,7 +233,7 @@ def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
         rank = _started(scheduler, ranks)
         turns = _open_coordinator(rank, parallel, lacks)
         handlers[Turn] = turns.handle if rank.pipeline is None else partial(rank.pipeline.announce, turns.handle)
-        _rank, _turns = rank, turns
+        served_rank, _turns = rank, turns
     except Exception as error:
         if rank is not None:
             with contained("closing a rank", logger):
@@ -269,9 +269,9 @@ def _started(scheduler: Any, ranks: Ranks) -> SchedulerRank:
 
 def _update_by_user(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a method of SGLang's `WeightUpdater`, of the served model or of a draft."""
-    if _rank is not None:
+    if served_rank is not None:
         with contained("noting SGLang's own update", logger):
-            _rank.note_load(self.get_model(), f"SGLang's own {name} wrote the weights")
+            served_rank.note_load(self.get_model(), f"SGLang's own {name} wrote the weights")
     return original(self, *args, **kwargs)
 
 

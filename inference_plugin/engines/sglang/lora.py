@@ -34,7 +34,7 @@ def hook_lora() -> None:
         @wrap(LoRAManager, load)
         def load_lora_weights(original: Callable[..., Any], self: Any, lora_ref: Any, *tensors: Any) -> Any:
             result = original(self, lora_ref, *tensors)
-            slots: SglangAdapterSlots | None = getattr(self, "_weightwire_slots", None)
+            slots: SglangAdapterSlots | None = getattr(self, "weightwire_slots", None)
             if slots is not None:
                 slots.loaded(lora_ref)
             return result
@@ -56,7 +56,7 @@ class SglangAdapterSlots(TensorSlots):
         self._manager = manager
         self.max_rank = int(manager.max_lora_rank)
         self.dtype = dtype_name(manager.dtype)
-        manager._weightwire_slots = self
+        manager.weightwire_slots = self
 
     def check(self, adapter: str) -> None:
         from sglang.srt.runtime_context import get_parallel

@@ -68,10 +68,10 @@ class SchedulerRank:
         self.refusal: str | None = None
         self.holding = False
         self.namespace = ""
-        self._some_keep_cache = False
+        self.some_keep_cache = False
         self._installations = 0
-        self._held: list[Any] = []
-        self._paused = False
+        self.held: list[Any] = []
+        self.paused = False
         """Whether we have the scheduler stand."""
         self._is_ours = False
         self._paused_by_user = False
@@ -105,29 +105,29 @@ class SchedulerRank:
         """Whether a request may enter the queue now; else it is held, or ended with the reason."""
         from sglang.srt.managers.utils import is_health_check_generate_req
 
-        released = "" if self._paused or self.scheduler._engine_paused else self.model.released()
-        if (self._paused or released) and is_health_check_generate_req(request):
+        released = "" if self.paused or self.scheduler._engine_paused else self.model.released()
+        if (self.paused or released) and is_health_check_generate_req(request):
             self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
             if released:
                 self.scheduler.maybe_send_health_check_signal()
             return False
         if why := why_not_again(request):
-            self._end(request, why, None)
+            self.end_request(request, why, None)
             return False
         if why := self.refusal or released:
-            self._end(request, why, HTTPStatus.SERVICE_UNAVAILABLE)
+            self.end_request(request, why, HTTPStatus.SERVICE_UNAVAILABLE)
             return False
         if not is_retracted and not request.output_ids:
             self.name(request)  # again: an update may have been committed while its grammar was compiled
             if self.holding:
-                self._held.append(request)
+                self.held.append(request)
                 return False
         return True
 
     def while_paused(self, *, idle: bool) -> None:
         """In each pass of the event loop: does what SGLang leaves out while it is paused. It answers health checks with
         the results of forward passes only, and a paused scheduler never sleeps."""
-        if self._paused:
+        if self.paused:
             self.scheduler.maybe_send_health_check_signal()
             if idle:
                 self.scheduler.maybe_sleep_on_idle()
@@ -137,29 +137,29 @@ class SchedulerRank:
 
         scheduler = self.scheduler
         if operation.name == "retract":
-            self._retract()
+            self.retract()
             return flush_cache(scheduler)
         if operation.name in ("abort", "drain"):
             stand = scheduler._engine_paused or self.pipeline is not None
             # Of a prompt that is computed in chunks SGLang would answer with the vector of its beginning.
             if operation.name == "abort" and (stand or not scheduler.is_generation):
-                self._retract()  # they don't take the step in which SGLang ends them
+                self.retract()  # they don't take the step in which SGLang ends them
             take_back(scheduler)
             self.holding = True
-            self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
+            self.held += [request for request in scheduler.waiting_queue if not request.output_ids]
             scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
             if operation.name == "abort":
-                held, self._held = self._held, []
+                held, self.held = self.held, []
                 # Nothing in an answer without its vector says why, so whoever waits for one gets an error.
                 status = None if scheduler.is_generation else HTTPStatus.SERVICE_UNAVAILABLE
                 for request in held:
-                    self._end(request, "aborted for a weight update or a pause", status)
+                    self.end_request(request, "aborted for a weight update or a pause", status)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
             return is_idle(scheduler) and flush_cache(scheduler)
         elif operation.name == "stand":
             self.note_stop()
-            self._paused = True
+            self.paused = True
             if not scheduler._engine_paused:
                 with self._ours():
                     scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
@@ -175,17 +175,17 @@ class SchedulerRank:
 
     def resume(self) -> None:
         """The scheduler steps again, and takes the requests that were held."""
-        self._continue()
+        self.go_on()
         self.holding = False
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         with queue_unlimited(self.scheduler):
             for request in held:
                 self.scheduler._add_request_to_queue(request)
 
     def unhold_aborted(self, abort: Any) -> None:
         """SGLang is about to abort requests. It finds those that wait in its queue only, so those that are held go there."""
-        aborted = [request for request in self._held if abort.abort_all or request.rid.startswith(abort.rid)]
-        self._held = [request for request in self._held if request not in aborted]
+        aborted = [request for request in self.held if abort.abort_all or request.rid.startswith(abort.rid)]
+        self.held = [request for request in self.held if request not in aborted]
         self.scheduler.waiting_queue.extend(aborted)
 
     def installed(self, group: str, stamp: str) -> None:
@@ -194,7 +194,7 @@ class SchedulerRank:
         self._turn_namespace()
         forget_encodings()
         if group != DRAFT:
-            self._stamp(stamp)
+            self.stamp_all(stamp)
 
     @property
     def live(self) -> Any:
@@ -212,7 +212,7 @@ class SchedulerRank:
 
     def _lost_versions(self, unknown: dict[str, str]) -> None:
         if unknown:
-            self._stamp(UNKNOWN_VERSION)
+            self.stamp_all(UNKNOWN_VERSION)
             self.tell_unknown(unknown)
 
     def note_memory(self, move: Callable[[], Any], offloaded: set[str], *, releases: bool) -> Any:
@@ -234,7 +234,7 @@ class SchedulerRank:
         finally:
             if "weights" not in offloaded:
                 self.runtime.note_wake_up(failed)
-            if self._waits_for_memory and not (self._paused or self.model.released()):
+            if self._waits_for_memory and not (self.paused or self.model.released()):
                 self._go_on()
 
     def note_pause(self, paused: bool) -> bool:
@@ -243,7 +243,7 @@ class SchedulerRank:
         back."""
         if not self._is_ours:
             self._paused_by_user = paused
-            if not paused and self._paused:
+            if not paused and self.paused:
                 return False
         self._waits_for_memory = not paused and bool(self.model.released())
         return not self._waits_for_memory
@@ -263,7 +263,7 @@ class SchedulerRank:
         except Exception:
             logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
 
-    def _stamp(self, version: str) -> None:
+    def stamp_all(self, version: str) -> None:
         """Stamps outputs with the version. SGLang's own record leaves out a diffusion model's requests that rest between two
         blocks, and the tokens of a forward pass whose result is still to be processed (SGLang overlaps the two): they are of the
         weights that the pass ran with."""
@@ -299,11 +299,11 @@ class SchedulerRank:
         take_back(scheduler)
         self._installations += 1  # not the version: two groups may be at the same one
         self.namespace = f"weightwire={self._installations}"
-        if not self._some_keep_cache and is_idle(scheduler, but_for_waiting=True) and flush_cache(scheduler):
+        if not self.some_keep_cache and is_idle(scheduler, but_for_waiting=True) and flush_cache(scheduler):
             self.namespace = ""
         if self.namespace:
             note_old_sessions(scheduler)
-        for request in [*scheduler.waiting_queue, *self._held, *unbegun_diffusion(scheduler)]:
+        for request in [*scheduler.waiting_queue, *self.held, *unbegun_diffusion(scheduler)]:
             if not request.output_ids:
                 self.name(request)
 
@@ -312,17 +312,17 @@ class SchedulerRank:
         cache."""
         own = getattr(request, "weightwire_key", request.extra_key)
         if keeps_cache(own) or keeps_cache(getattr(request, "cache_salt", None)):
-            self._some_keep_cache = True  # from now on a commit drops no cached prefix
+            self.some_keep_cache = True  # from now on a commit drops no cached prefix
             return
         forget_old_turns(self.scheduler, request)
         request.weightwire_key = own
         request.extra_key = in_namespace(self.namespace, own)
 
-    def _retract(self) -> None:
-        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
+    def retract(self) -> None:
+        """Retracts requests by SGLang's own pause. A pause of the user's stays after `go_on`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._paused = True
+        self.paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
         scheduler = self.scheduler
         end_beams(scheduler)
@@ -332,9 +332,9 @@ class SchedulerRank:
         scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
         take_back(scheduler)
 
-    def _continue(self) -> None:
-        if self._paused:
-            self._paused = False
+    def go_on(self) -> None:
+        if self.paused:
+            self.paused = False
             if not self._paused_by_user:
                 self._go_on()
 
@@ -359,16 +359,16 @@ class SchedulerRank:
         if reason is None:
             return
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
-        paused = self._paused
-        self._retract()
-        ended = [*self.scheduler.waiting_queue, *self._held]
-        self.scheduler.waiting_queue, self._held = [], []
+        paused = self.paused
+        self.retract()
+        ended = [*self.scheduler.waiting_queue, *self.held]
+        self.scheduler.waiting_queue, self.held = [], []
         for request in ended:
-            self._end(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
+            self.end_request(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
         if not paused:
-            self._continue()
+            self.go_on()
 
-    def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
+    def end_request(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
         """Ends a request that computes nothing now; with a status its client gets an error."""
         from sglang.srt.managers.scheduler import _make_abort_req
 

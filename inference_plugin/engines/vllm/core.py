@@ -51,7 +51,7 @@ class CoreControl(EngineControl):
         self._ran = threading.Condition(self.lock)
         self._device = in_use().current()
         self._commands: list[Callable[[], None]] = []
-        self._stash: list[Any] = []
+        self.stash: list[Any] = []
         self._drained: Future[None] | None = None
 
     # any thread
@@ -116,7 +116,7 @@ class CoreControl(EngineControl):
         if in_flight == "keep":
             return stopped
         self._wait = wait = object()  # vLLM calls back when it is idle next, also where nobody waits for that any more
-        return _then(stopped, lambda: self._reset_caches() if self._wait is wait else None)
+        return _then(stopped, lambda: self.reset_caches() if self._wait is wait else None)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
@@ -209,7 +209,7 @@ class CoreControl(EngineControl):
 
     def _send(self, client: int, outputs: Any) -> None:
         if self.in_process:
-            self._stash.append(outputs)
+            self.stash.append(outputs)
         else:
             self.core.output_queue.put_nowait((client, outputs))
 
@@ -217,7 +217,7 @@ class CoreControl(EngineControl):
         """In-process: one call of `get_output`."""
         with self.lock:
             self._let_commands_run()
-            outputs = self._stash.pop(0) if self._stash else step()
+            outputs = self.stash.pop(0) if self.stash else step()
             self.end_drain()
             return outputs
 
@@ -260,9 +260,9 @@ class CoreControl(EngineControl):
             for client, output in outputs.items() if outputs else ():
                 self._send(client, output)
         if in_flight != "keep":
-            self._reset_caches()
+            self.reset_caches()
 
-    def _reset_caches(self) -> None:
+    def reset_caches(self) -> None:
         """Drops what the old weights computed: KV blocks, and the encodings of images and sound.
 
         vLLM's own `_reset_caches` also drops the inputs of the encoders, which no weights made. The API server has a cache of

@@ -54,7 +54,7 @@ def hook_core(lacks: tuple[str, ...]) -> None:
     def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
         with ends_start():
             result = original(self, vllm_config)
-            _start_coordinator(self, lacks)
+            start_coordinator(self, lacks)
         return result
 
     @wrap(EngineCore, "__init__")
@@ -99,7 +99,7 @@ def hook_own_commands() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        native: NativeCalls | None = getattr(self, "_weightwire_native", None)
+        native: NativeCalls | None = getattr(self, "weightwire_native", None)
         if native is not None and (answers := native.answer(method, args, kwargs or {})) is not None:
             return answers
         control = _control_of(self)
@@ -257,7 +257,7 @@ def hook_start() -> None:
 
 def _control_of(owner: Any) -> CoreControl | None:
     """The control of an engine core, or of what belongs to it; None where the engine runs without us."""
-    control: CoreControl | None = getattr(owner, "_weightwire_control", None)
+    control: CoreControl | None = getattr(owner, "weightwire_control", None)
     return control
 
 
@@ -277,14 +277,14 @@ def _wrap_where_we_run(owner: Any, name: str) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
-def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
+def start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
     """Starts workers and coordinator and publishes the replica's card. Where that fails the engine runs without us; it is refused
     where the user named our worker extension."""
-    core._weightwire_control = None
+    core.weightwire_control = None
     native = core.vllm_config.weight_transfer_config
-    core._weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
+    core.weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
     try:
-        core._weightwire_control = core.model_executor._weightwire_control = start(core, lacks)
+        core.weightwire_control = core.model_executor.weightwire_control = start(core, lacks)
         for what in lacks:
             logger.warning("weightwire: in this version of vLLM %s", what)
     except ExecutorLost:
@@ -325,7 +325,7 @@ def hook_inproc() -> None:
     @wrap(InprocClient, "__init__")
     def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._weightwire_control = control = _control_of(self.engine_core)
+        self.weightwire_control = control = _control_of(self.engine_core)
         if control is not None:
             control.lock.release()
 

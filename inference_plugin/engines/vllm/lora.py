@@ -29,7 +29,7 @@ class VllmAdapterSlots(TensorSlots):
         self._manager = worker_manager._adapter_manager
         self.max_rank = int(worker_manager.lora_config.max_lora_rank)
         self.dtype = dtype_name(worker_manager.lora_config.lora_dtype)
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         worker_manager._load_adapter = self._load
 
     def check(self, adapter: str) -> None:
@@ -45,13 +45,13 @@ class VllmAdapterSlots(TensorSlots):
     def put(self, adapter: str, what: Any) -> None:
         manager, tensors = self._manager, what
         self._remember(adapter, tensors)
-        for number in self._numbers(adapter):
+        for number in self.numbers_of(adapter):
             active = number in manager._active_adapters
             pinned = number in manager._registered_adapters.pinned_items
             manager.remove_adapter(number)
             if tensors is None:
                 continue  # the next request that names it has it read from its path
-            manager.add_adapter(self._made(number, tensors))
+            manager.add_adapter(self.made_of(number, tensors))
             if active:
                 manager.activate_adapter(number)
             if pinned:
@@ -63,25 +63,25 @@ class VllmAdapterSlots(TensorSlots):
     def _load(self, request: Any) -> Any:
         """The adapter that a request asks for: of an update's tensors if one brought it, else as the manager's class loads it."""
         held = self._workers.list_adapters()  # of others the name is noted again once they are loaded again
-        self._names = {number: name for number, name in self._names.items() if number in held}
-        self._names[request.lora_int_id] = request.lora_name
+        self.names = {number: name for number, name in self.names.items() if number in held}
+        self.names[request.lora_int_id] = request.lora_name
         tensors = self._tensors.get(request.lora_name)
         if tensors is None:
             return type(self._workers)._load_adapter(self._workers, request)
-        return self._made(request.lora_int_id, tensors)
+        return self.made_of(request.lora_int_id, tensors)
 
     def _slots_with(self, adapter: str) -> Sequence[int]:
-        held = self._numbers(adapter)
+        held = self.numbers_of(adapter)
         return [slot for slot, number in enumerate(self._manager.lora_index_to_id) if number in held]
 
     def _values(self, found: LayerSlice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         return found.layer.lora_a_stacked[found.at][slot, 0], found.layer.lora_b_stacked[found.at][slot, 0]
 
-    def _numbers(self, adapter: str) -> list[int]:
+    def numbers_of(self, adapter: str) -> list[int]:
         held = self._workers.list_adapters()
-        return [number for number, name in self._names.items() if name == adapter and number in held]
+        return [number for number, name in self.names.items() if name == adapter and number in held]
 
-    def _made(self, number: int, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def made_of(self, number: int, tensors: Mapping[str, torch.Tensor]) -> Any:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 

@@ -50,7 +50,7 @@ def hook_worker() -> None:
 
 
 def _step(worker: Any) -> AbstractContextManager[object]:
-    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    runtime: RankRuntime | None = getattr(worker, "weightwire_runtime", None)
     return contextlib.nullcontext() if runtime is None else runtime.model.step()
 
 
@@ -60,7 +60,7 @@ def _forget_pooled(worker: Any, scheduler_output: Any) -> None:
     Where token-wise pooling takes a prompt in several steps, vLLM's first model runner keeps the rows that a request had when it
     was preempted, as `recompute` has it, and appends all rows to them.
     """
-    if getattr(worker, "_weightwire_runtime", None) is None:
+    if getattr(worker, "weightwire_runtime", None) is None:
         return
     held = getattr(worker.model_runner, "requests", {})  # the second runner makes such a request anew
     for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
@@ -75,8 +75,8 @@ def _worker_start(worker: Any, replica: str) -> bytes:
     try:
         identity = _identity(replica)
         rank = identity.rank
-        runtime = worker._weightwire_runtime = RankRuntime(identity, ServedModel(worker))
-        worker._weightwire_notes = note_loads(worker.model_runner.get_model(), runtime.note_load)
+        runtime = worker.weightwire_runtime = RankRuntime(identity, ServedModel(worker))
+        worker.weightwire_notes = note_loads(worker.model_runner.get_model(), runtime.note_load)
         _note_memory(worker, runtime)
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
@@ -109,7 +109,7 @@ def _note_memory(worker: Any, runtime: RankRuntime) -> None:
 
 
 def _worker_call(worker: Any, request: bytes) -> bytes:
-    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    runtime: RankRuntime | None = getattr(worker, "weightwire_runtime", None)
     if runtime is not None:
         return runtime.call(request)
     error = PeerLost("this worker was not started", side="worker")
@@ -118,7 +118,7 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
 
 def _worker_card(worker: Any) -> bytes:
     """This rank's card, encoded; empty if there is none. Never raises, as `_worker_start`."""
-    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    runtime: RankRuntime | None = getattr(worker, "weightwire_runtime", None)
     told = b""
     if runtime is not None:
         with contained("asking a worker what it holds", logger):
@@ -128,11 +128,11 @@ def _worker_card(worker: Any) -> bytes:
 
 def stop_worker(worker: Any) -> None:
     """Removes all that is ours from a worker: the engine ends, or runs without us. Never raises; a second call does nothing."""
-    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    runtime: RankRuntime | None = getattr(worker, "weightwire_runtime", None)
     if runtime is not None:
-        worker._weightwire_runtime = None
+        worker.weightwire_runtime = None
         with contained("closing a worker", logger):
-            if (end_notes := getattr(worker, "_weightwire_notes", None)) is not None:
+            if (end_notes := getattr(worker, "weightwire_notes", None)) is not None:
                 end_notes()
             vars(worker).pop("sleep", None)
             vars(worker).pop("wake_up", None)

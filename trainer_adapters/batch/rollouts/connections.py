@@ -54,7 +54,7 @@ class Connections:
         self._new_link = new_link
         self._perform = perform
         self._silence_s = silence_s
-        self._pools: dict[str, PoolConnection] = {}
+        self.pools: dict[str, PoolConnection] = {}
         self._find_at_s = 0.0
         self._closing = threading.Event()
         self._writing = threading.Lock()
@@ -86,7 +86,7 @@ class Connections:
         while not self._closing.is_set():
             try:
                 self._find()
-                for pool in list(self._pools.values()):
+                for pool in list(self.pools.values()):
                     self._step(pool)
                 self._wait()
             except Exception:  # a bug of ours must not end the worker
@@ -109,13 +109,13 @@ class Connections:
                 process = addresses.local_pools().get(self._address, process)
             except (WeightwireError, OSError) as error:  # a pool of another host needs no runtime directory
                 logger.info("weightwire: the runtime directory can't be read: %s", error)
-            self._pools[self._address] = PoolConnection(self._address, process, self._new_link(), self._silence_s)
+            self.pools[self._address] = PoolConnection(self._address, process, self._new_link(), self._silence_s)
             return
         self._find_at_s = time.monotonic() + MEND_EVERY_S
         try:
             for address, process in addresses.local_pools().items():
-                if address not in self._pools:
-                    self._pools[address] = PoolConnection(address, process, self._new_link(), self._silence_s)
+                if address not in self.pools:
+                    self.pools[address] = PoolConnection(address, process, self._new_link(), self._silence_s)
         except (WeightwireError, OSError) as error:
             logger.warning("weightwire: the runtime directory can't be read: %s", error)
 
@@ -197,16 +197,16 @@ class Connections:
             orders = pool.link.give_up()
         logger.info("weightwire: the rollout pool at %s is lost: %s", pool.address, error)
         self._perform(pool.link, orders)
-        del self._pools[pool.address]
+        del self.pools[pool.address]
         pool.close()
         if self._address is not None:  # another pool may take its address
-            self._pools[pool.address] = again = PoolConnection(pool.address, (0, 0), self._new_link(), self._silence_s)
+            self.pools[pool.address] = again = PoolConnection(pool.address, (0, 0), self._new_link(), self._silence_s)
             again.rest()
 
     def _wait(self) -> None:
         sources: list[Any] = [self._news]
         due_s = self._find_at_s
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             sources += pool.sources
             due_s = min(due_s, pool.due_s)
         timeout_ms = -1 if due_s == math.inf else max(0, int((due_s - time.monotonic()) * 1000) + 1)
@@ -216,7 +216,7 @@ class Connections:
             os.eventfd_read(self._news)
 
     def _leave_all(self) -> None:
-        pools, self._pools = list(self._pools.values()), {}
+        pools, self.pools = list(self.pools.values()), {}
         for pool in pools:
             with self._lock:
                 known, orders = pool.link.pool, pool.link.give_up()

@@ -100,11 +100,11 @@ class RolloutPool(Closing, Service):
         config = Config.from_environment().but(silence_s=silence_s)
         self.name = addresses.new_replica_id("pool")
         self._pid = os.getpid()
-        self._machine = PoolMachine(self.name, silence_s=config.silence_s, rerun=on_lost == "rerun")
+        self.machine = PoolMachine(self.name, silence_s=config.silence_s, rerun=on_lost == "rerun")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._futures: dict[str, RolloutFuture] = {}
-        self._batches = BatchWaiters(self._machine, self._lock, self._on, self.stats)
+        self._batches = BatchWaiters(self.machine, self._lock, self._on, self.stats)
         self._listeners: dict[object, tuple[CallbackThread, Callable[[RolloutFuture], Any]]] = {}
         self._job = addresses.job_name()
         local = addresses.ipc_address(self.name, "p")
@@ -212,7 +212,7 @@ class RolloutPool(Closing, Service):
     def stats(self) -> PoolStats:
         """What the pool holds, and what it has counted."""
         with self._lock:
-            stats = self._machine.stats
+            stats = self.machine.stats
         return dataclasses.replace(
             stats, received_bytes=self._server.received_bytes, sent_bytes=self._server.sent_bytes
         )
@@ -227,7 +227,7 @@ class RolloutPool(Closing, Service):
             return
         self._on(Closed())
         with self._lock:
-            self._changed.wait_for(lambda: all(each.silent for each in self._machine.workers.values()), STOP_S)
+            self._changed.wait_for(lambda: all(each.silent for each in self.machine.workers.values()), STOP_S)
             listeners, self._listeners = self._listeners, {}
         self._server.close()
         remove_socket(self._path)
@@ -263,11 +263,11 @@ class RolloutPool(Closing, Service):
 
     def processes(self) -> Collection[ProcessId]:
         with self._lock:
-            return {worker.process for worker in self._machine.workers.values() if worker.process is not None}
+            return {worker.process for worker in self.machine.workers.values() if worker.process is not None}
 
     def wakes_at_s(self) -> float:
         with self._lock:
-            return self._machine.wakes_at_s
+            return self.machine.wakes_at_s
 
     def look(self, now_s: float, ended: Collection[ProcessId]) -> None:
         if ended:
@@ -282,7 +282,7 @@ class RolloutPool(Closing, Service):
         try:
             entries = decode_as(finished.entries, tuple[Entry, ...])
             with self._lock:
-                known = self._machine.workers.get(worker)
+                known = self.machine.workers.get(worker)
             check_entries(finished.ref.task_id, entries, known.owner.id if known is not None else None)
         except WeightwireError as error:
             return Result(finished.ref, error=error.at(side="rollout pool"), is_refused=True)
@@ -308,7 +308,7 @@ class RolloutPool(Closing, Service):
         with self._lock:
             if of is not None and self._futures.get(of.task_id) is not of:
                 return ()
-            actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
+            actions = self.machine.on(event, time.monotonic() if now_s is None else now_s)
             if future is not None:
                 self._futures[future.task_id] = future
             # An id may be submitted again as soon as its task has ended, and a rollout be dropped as soon as it has completed:

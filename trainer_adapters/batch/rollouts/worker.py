@@ -148,7 +148,7 @@ class RolloutWorker(Closing):
         self._lock = threading.Lock()
         self._turns = _Turns()
         self._attempts: dict[tuple[int, int, TaskRef], _Attempt] = {}
-        self._prune_at: float = PRUNE_FROM
+        self.prune_at: float = PRUNE_FROM
         self._closed = self._loop_ends = False
         self._pid = os.getpid()
         self._running = asyncio.Semaphore(slots)
@@ -166,7 +166,7 @@ class RolloutWorker(Closing):
                 )
                 if_it_fails.callback(self._thread.join, END_S)
                 if_it_fails.callback(self._to_loop, self._end_loop)
-                self._connections = Connections(
+                self.connections = Connections(
                     pool,
                     lock=self._lock,
                     new_link=self._new_link,
@@ -189,7 +189,7 @@ class RolloutWorker(Closing):
             return
         self._closed = True
         until_s = time.monotonic() + timeout_s
-        self._connections.close(timeout_s)
+        self.connections.close(timeout_s)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             asyncio.run_coroutine_threadsafe(self._end_attempts(until_s), self._loop)
         if threading.current_thread() is not self._thread:
@@ -217,8 +217,8 @@ class RolloutWorker(Closing):
         with self._lock:
             begun = [attempt for attempt in begun if self._turns.enter(attempt)]
             begun += [after for task_id in orders.settled if (after := self._turns.leave(task_id)) is not None]
-            if prunes := len(link.held) >= self._prune_at:
-                self._prune_at = math.inf  # until the store has answered
+            if prunes := len(link.held) >= self.prune_at:
+                self.prune_at = math.inf  # until the store has answered
         if begun:
             self._to_loop(self._begin, begun)
         if prunes:
@@ -350,13 +350,13 @@ class RolloutWorker(Closing):
             listed = set()
         with self._lock:
             link.held -= listed
-            self._prune_at = max(PRUNE_FROM, 2 * len(link.held))
+            self.prune_at = max(PRUNE_FROM, 2 * len(link.held))
 
     def _ended(self, attempt: _Attempt, finished: Finished | None) -> None:
         with self._lock:
             orders = attempt.link.on_end(attempt.ref, attempt.era, finished)
         self._perform(attempt.link, orders)
-        self._connections.wake()
+        self.connections.wake()
 
     def _failed(self, attempt: _Attempt, error: BaseException) -> Finished:
         task_id = attempt.task.task_id

@@ -84,12 +84,12 @@ class PeftFactors:
         self.sharded = is_sharded(model)
         self._model = model
         self._ranks = process_group
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self._config = Config.from_environment()
         if self.sharded:
             # Torch's own error would name no rank.
             meet(b"", process_group, timeout_s=self._config.timeout_s, making="adapter")
-            self._group = dist.new_group(
+            self.group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
                 timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not block the others
@@ -101,8 +101,8 @@ class PeftFactors:
 
     def configure(self, config: Config) -> None:
         """Takes the bytes to gather at a time (`bucket_bytes`), and how long a lost rank may block the others (`timeout_s`)."""
-        if self._group is not None and config.timeout_s != self._config.timeout_s:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self._group)
+        if self.group is not None and config.timeout_s != self._config.timeout_s:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self.group)
         self._config = config
 
     def choose(self, names: frozenset[str]) -> None:
@@ -127,7 +127,7 @@ class PeftFactors:
             source = self._source
             manifest = source.manifest()
             if self.sharded:
-                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self._group)
+                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self.group)
                 found = {name: tensor.clone() for name, tensor in whole}
                 self._compare(source, manifest, found)
             else:

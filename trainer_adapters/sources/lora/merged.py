@@ -80,7 +80,7 @@ class MergedLoRAAdapter(WrappingSource):
         exclude: Iterable[str] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._factors = PeftFactors(model, process_group)
+        self.factors = PeftFactors(model, process_group)
         self._model = model
         self._ranks = process_group
         self._rename = checked_rename(rename)
@@ -98,7 +98,7 @@ class MergedLoRAAdapter(WrappingSource):
         self._adapted: dict[int, list[_AdaptedTensor]] = {}
 
     def configure(self, config: Config) -> None:
-        self._factors.configure(config)
+        self.factors.configure(config)
 
     def manifest(self) -> Manifest:
         structure = structure_of(self._model)
@@ -109,12 +109,12 @@ class MergedLoRAAdapter(WrappingSource):
         self._check_names()
         self._adapted = self._places()
         self._check_magnitudes()
-        self._factors.choose(structure.factors)
+        self.factors.choose(structure.factors)
         return self._manifest
 
     def made_together(self) -> frozenset[int]:
         self._ready()
-        return frozenset(self._adapted) if self._factors.sharded else frozenset()
+        return frozenset(self._adapted) if self.factors.sharded else frozenset()
 
     def _ready(self) -> WeightSource:
         """The base model's source. Raises `ManifestMismatch` if adapters have changed since the manifest was made."""
@@ -130,7 +130,7 @@ class MergedLoRAAdapter(WrappingSource):
         return self._source
 
     def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
-        factors = self._factors.whole(anew=anew) if self._adapted else {}
+        factors = self.factors.whole(anew=anew) if self._adapted else {}
         for item in slices:
             if (adapted := self._adapted_part(item.box)) is None:
                 yield item

@@ -78,7 +78,7 @@ class MegatronLoRAAdapter(MegatronSource):
         return super().manifest()
 
     def made_together(self) -> frozenset[int]:
-        divided = self._factors is not None and self._factors.are_divided
+        divided = self.factors is not None and self.factors.are_divided
         return frozenset(range(len(self._manifest.tensors))) if divided else frozenset()
 
     def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
@@ -86,10 +86,10 @@ class MegatronLoRAAdapter(MegatronSource):
         return map(self._slice, assignments)
 
     def _slice(self, assignment: SendAssignment) -> LocalSlice:
-        assert self._factors is not None  # a rank without adapters sends nothing
+        assert self.factors is not None  # a rank without adapters sends nothing
         factor, box = self._held[assignment.held], assignment.box
         dtype = torch_dtype(self._manifest.tensors[box.tensor].dtype)
-        a, b = self._factors.whole(factor.layer)
+        a, b = self.factors.whole(factor.layer)
         if factor.rows is None:
             return LocalSlice(box, narrowed(a, box.offsets, box.sizes).to(dtype))
         rows = torch.cat([b[run.start : run.start + run.rows] for run in factor.rows])

@@ -64,16 +64,16 @@ class MegatronSource(ExchangedSource):
 
         super().__init__(look, process_group)
         self._wrapped = list(model) if isinstance(model, list | tuple) else [model]
-        self._factors = factors_of([chunk.model for chunk in self._chunks], [chunk.adapted for chunk in self._chunks])
+        self.factors = factors_of([chunk.model for chunk in self._chunks], [chunk.adapted for chunk in self._chunks])
 
     def configure(self, config: Config) -> None:
-        if self._factors is not None:
-            self._factors.config = config
+        if self.factors is not None:
+            self.factors.config = config
 
     def slices(self) -> Iterator[LocalSlice]:
         slices = self._slices(self._sent)
-        if self._factors is not None:
-            self._factors.gather()
+        if self.factors is not None:
+            self.factors.gather()
         return slices
 
     def copies(self) -> Iterator[LocalSlice]:
@@ -151,7 +151,7 @@ class MegatronAdapter(MegatronSource):
         return super().manifest()
 
     def made_together(self) -> frozenset[int]:
-        if self._factors is None or not self._factors.are_divided:
+        if self.factors is None or not self.factors.are_divided:
             return frozenset()
         adapted = (one.box.name for one in self._boxes if one.adapted)
         return frozenset(self._manifest.index[name] for name in adapted if name in self._manifest.index)
@@ -164,9 +164,9 @@ class MegatronAdapter(MegatronSource):
         held, box = self._boxes[assignment.held], assignment.box
         starts = tuple(s + o - h for s, o, h in zip(held.starts, box.offsets, held.box.offsets, strict=True))
         values = narrowed(tensors[held.parameter].detach(), starts, box.sizes)
-        if held.adapted and self._factors is not None:
+        if held.adapted and self.factors is not None:
             layer = held.parameter[0], held.parameter[1].rpartition(".")[0]
-            made = self._factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
+            made = self.factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
         elif held.added:
             made = exact_copy(values).add_(held.added)
         else:
