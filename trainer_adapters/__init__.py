@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer_adapters.sources.megatron.lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.sources.megatron.source import MegatronAdapter
     from trainer_adapters.sources.module import ModuleAdapter
+    from trainer_adapters.sources.quantized import QuantizedAdapter
     from trainer_adapters.sources.selection import DtypeRules
     from trainer_adapters.sources.zero import DeepSpeedAdapter
     from trainer_adapters.update.handle import PendingUpdate
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchStatus", "BestEffort", "ClearReport", "Config", "DTensorAdapter", "DeepSpeedAdapter", "DistributedBatch", "DtypeRules",
     "ExportAdapter", "FSDPAdapter", "Generated", "LoRAAdapter", "LocalSlice", "MegatronAdapter", "MegatronLoRAAdapter",
-    "MergedLoRAAdapter", "ModuleAdapter", "PendingUpdate", "Quorum", "ReplicaStatus", "Rollout", "RolloutPool",
-    "RolloutWorker", "RankBatch", "Store", "SyncManager", "VersionSpan", "WeightSource", "alocalize", "localize",
+    "MergedLoRAAdapter", "ModuleAdapter", "PendingUpdate", "QuantizedAdapter", "Quorum", "ReplicaStatus", "Rollout",
+    "RolloutPool", "RolloutWorker", "RankBatch", "Store", "SyncManager", "VersionSpan", "WeightSource", "alocalize", "localize",
     "merge", "remotize",
 ]  # fmt: skip
 
@@ -53,7 +54,8 @@ _HOMES = {
     "ExportAdapter": "sources.export", "FSDPAdapter": "sources.fsdp", "Generated": "batch.rollouts.generated",
     "LoRAAdapter": "sources.lora.adapter", "LocalSlice": "sources.base", "MegatronAdapter": "sources.megatron.source",
     "MegatronLoRAAdapter": "sources.megatron.lora_adapter", "MergedLoRAAdapter": "sources.lora.merged",
-    "ModuleAdapter": "sources.module", "PendingUpdate": "update.handle", "Quorum": "settings",
+    "ModuleAdapter": "sources.module", "PendingUpdate": "update.handle",
+    "QuantizedAdapter": "sources.quantized", "Quorum": "settings",
     "ReplicaStatus": "fleet.machine_io", "Rollout": "batch.rollouts.machine_io", "RolloutPool": "batch.rollouts.pool",
     "RolloutWorker": "batch.rollouts.worker", "RankBatch": "batch.ranks", "Store": "batch.store",
     "SyncManager": "manager", "VersionSpan": "batch.records", "WeightSource": "sources.base",

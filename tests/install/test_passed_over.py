@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.checkpoint_headers import checkpoint_headers
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.messages import GroupOpened
 from tests.install.installing import segment_of

@@ -433,7 +433,7 @@ def gathered_as_the_manager_says() -> Result:
         count = len(list(source.slices()))
     finally:
         lora.gathered = gathered
-    options = source.factors.group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    options = source.factors.own.group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
     return {"sizes": sizes, "timeout_s": options._timeout.total_seconds(), "all": count == len(source.claims() or ())}  # noqa: SLF001
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ConfigError, ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 from trainer_adapters.sources.left_behind import any_left, still_made_on
 
-__all__ = ["Collectives", "exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet"]
+__all__ = ["Collectives", "OwnGroup", "exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,27 @@ class Collectives:
                     hint="it failed or hangs: its own log says why",
                     side="trainer",
                 )
+
+
+class OwnGroup:
+    """A gloo group of a source's own over the ranks of `process_group`, so that its collectives don't mix with those of a running
+    training. Made on every rank, in the same order as other process groups. Raises as `meet` does."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._timeout_s = Config.from_environment().timeout_s
+        meet(b"", process_group, timeout_s=self._timeout_s, making="adapter")  # torch's own error would name no rank
+        self.group: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(process_group or dist.group.WORLD),
+            backend="gloo",
+            timeout=timedelta(seconds=self._timeout_s),  # a lost rank must not block the others
+            use_local_synchronization=True,
+        )
+
+    def configure(self, config: Config) -> None:
+        """Takes how long a lost rank may block the others (`timeout_s`)."""
+        if config.timeout_s != self._timeout_s:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self.group)
+            self._timeout_s = config.timeout_s
 
 
 def _is_set(store: Any, key: str) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel
 from inference_plugin.engines.sglang.latent_attention import (
     KV_PROJECTION,
@@ -25,6 +24,7 @@ from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addre
 from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
+from inference_plugin.wire.checkpoint_headers import checkpoint_headers
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 

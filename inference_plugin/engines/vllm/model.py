@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
 from inference_plugin.engines.live_model import COMPILED_IN, ROTARY_TABLES, LiveModel
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.engines.vllm.whole_model import finish_nothing_in, whole_finishers, why_whole
 from inference_plugin.install.graph import Boundary
+from inference_plugin.wire.checkpoint_headers import checkpoint_headers
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 

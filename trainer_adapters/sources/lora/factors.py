@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view, narrowed
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.dtensor import DTensorAdapter
-from trainer_adapters.sources.exchange import meet
+from trainer_adapters.sources.exchange import OwnGroup
 from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
@@ -84,25 +83,16 @@ class PeftFactors:
         self.sharded = is_sharded(model)
         self._model = model
         self._ranks = process_group
-        self.group: dist.ProcessGroup | None = None
         self._config = Config.from_environment()
-        if self.sharded:
-            # Torch's own error would name no rank.
-            meet(b"", process_group, timeout_s=self._config.timeout_s, making="adapter")
-            self.group = dist.new_group(
-                dist.get_process_group_ranks(process_group or dist.group.WORLD),
-                backend="gloo",
-                timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not block the others
-                use_local_synchronization=True,
-            )
+        self.own = OwnGroup(process_group) if self.sharded else None
         self._names: tuple[str, ...] = ()
         self._source: WeightSource | None = None
         self._values: dict[str, torch.Tensor] | None = None
 
     def configure(self, config: Config) -> None:
         """Takes the bytes to gather at a time (`bucket_bytes`), and how long a lost rank may block the others (`timeout_s`)."""
-        if self.group is not None and config.timeout_s != self._config.timeout_s:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self.group)
+        if self.own is not None:
+            self.own.configure(config)
         self._config = config
 
     def choose(self, names: frozenset[str]) -> None:
@@ -126,8 +116,8 @@ class PeftFactors:
             assert self._source is not None
             source = self._source
             manifest = source.manifest()
-            if self.sharded:
-                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self.group)
+            if self.own is not None:
+                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self.own.group)
                 found = {name: tensor.clone() for name, tensor in whole}
                 self._compare(source, manifest, found)
             else:

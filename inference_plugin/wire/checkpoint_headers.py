@@ -1,4 +1,4 @@
-"""What the checkpoint holds that an engine was started from: names, shapes and dtypes, from the headers of its files."""
+"""What a checkpoint holds: names, shapes and dtypes, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["checkpoint_headers"]
+__all__ = ["checkpoint_directory", "checkpoint_headers", "read_headers"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,14 @@ def checkpoint_headers(model: str, revision: str | None = None) -> Mapping[str, 
     Asks no network. Empty where there are no safetensors files, or where they can't be read.
     """
     try:
-        return _headers(_directory(model, revision))
+        return read_headers(checkpoint_directory(model, revision))
     except Exception as error:  # noqa: BLE001 - the hub's, safetensors' or the file system's: the checkpoint is then unknown
         logger.info("weightwire: the checkpoint %s can't be read: %s: %s", model, type(error).__name__, error)
         return {}
 
 
-def _directory(model: str, revision: str | None) -> Path:
+def checkpoint_directory(model: str, revision: str | None = None) -> Path:
+    """Where the files of a model are, as in `checkpoint_headers`. Raises what the hub's library raises if they aren't here."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -37,7 +38,8 @@ def _directory(model: str, revision: str | None) -> Path:
     return Path(snapshot_download(model, revision=revision, local_files_only=True))
 
 
-def _headers(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def read_headers(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """`checkpoint_headers` of a directory. Raises OSError, or what safetensors raises, if files are missing or can't be read."""
     from safetensors import safe_open
 
     index = directory / INDEX

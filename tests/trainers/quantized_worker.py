@@ -1,0 +1,132 @@
+"""The cases of `test_quantized_adapter.py`, run by torchrun (see `observing.py`). The checkpoints lie beside the results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.trainers.dtensor_worker import PLAN
+from tests.trainers.observing import Result, main, nudge, observe, refused, tiny_qwen3, tiny_qwen3_moe
+from tests.trainers.quantising import KINDS
+from trainer_adapters import (
+    DTensorAdapter,
+    ExportAdapter,
+    FSDPAdapter,
+    LocalSlice,
+    ModuleAdapter,
+    QuantizedAdapter,
+    WeightSource,
+)
+
+CHECKPOINTS = Path(sys.argv[2])
+
+
+def dense() -> Any:
+    model = tiny_qwen3(tied=False, key_heads=2).bfloat16()
+    nudge(model)
+    return model
+
+
+def fsdp(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def observed(source: WeightSource, checkpoint: str) -> Result:
+    return observe(QuantizedAdapter(source, CHECKPOINTS / checkpoint))
+
+
+def each_kind_from_uneven_shards() -> Result:
+    model = fsdp(dense())
+    return {kind: observed(FSDPAdapter(model), kind) for kind in KINDS}
+
+
+def each_kind_from_columns_and_rows() -> Result:
+    model: Any = dense()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
+    return {kind: observed(DTensorAdapter(model), kind) for kind in KINDS}
+
+
+def from_copies_of_which_each_rank_sends_a_part() -> Result:
+    return observed(ModuleAdapter(dense()), "fp8 in blocks")
+
+
+def from_an_export_that_the_ranks_make_together() -> Result:
+    model = fsdp(dense())
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in model.state_dict().items():
+            yield name, tensor.full_tensor()
+
+    return observed(ExportAdapter(export), "fp8 in blocks")
+
+
+def experts() -> Result:
+    model: Any = tiny_qwen3_moe().bfloat16()
+    nudge(model)
+    return observed(FSDPAdapter(fsdp(model)), "experts")
+
+
+def from_masters_in_float32_that_travel_in_bfloat16() -> Result:
+    model = fsdp(dense().float())
+    return observed(FSDPAdapter(model, dtype_rules="bfloat16"), "fp8 in blocks")
+
+
+class FailsOnce(FSDPAdapter):
+    """On rank 1 reading fails, the first time."""
+
+    fails = True
+
+    def slices(self) -> Iterator[LocalSlice]:
+        if dist.get_rank() == 1 and self.fails:
+            self.fails = False
+            raise RuntimeError("rank 1 has lost its weights")
+        return super().slices()
+
+
+def a_rank_that_fails() -> Result:
+    source = QuantizedAdapter(FailsOnce(fsdp(dense())), CHECKPOINTS / "fp8 in blocks")
+    source.manifest()
+    return {"first": refused(lambda: list(source.slices())), "then": observe(source)}
+
+
+def not_finite() -> Result:
+    model = dense()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[17, 3] = float("nan")
+        model.model.layers[1].mlp.up_proj.weight[100, 3] = float("inf")
+    source = QuantizedAdapter(FSDPAdapter(fsdp(model)), CHECKPOINTS / "fp8 in blocks")
+    manifest = source.manifest()
+    return {
+        "names": sorted(
+            {
+                manifest.tensors[item.box.tensor].name
+                for item in source.slices()
+                if not item.tensor.float().isfinite().all()
+            }
+        )
+    }
+
+
+CASES = [
+    each_kind_from_uneven_shards,
+    each_kind_from_columns_and_rows,
+    from_copies_of_which_each_rank_sends_a_part,
+    from_an_export_that_the_ranks_make_together,
+    experts,
+    from_masters_in_float32_that_travel_in_bfloat16,
+    a_rank_that_fails,
+    not_finite,
+]
+
+if __name__ == "__main__":
+    main(CASES, [])

@@ -1,0 +1,173 @@
+"""Weights that are quantised as they are sent: equal, bit for bit, to the unsharded model's, quantised by others' code.
+
+All cases of two ranks run in one launch (`quantized_worker.py`); each test below looks at one case.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
+from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
+from tests.trainers.quantising import KINDS, as_vllm_quantises, quantised, write_checkpoint
+from trainer_adapters import ModuleAdapter, QuantizedAdapter
+from trainer_adapters.sources.conversion import checkpoint_layout
+from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
+
+FP8 = torch.float8_e4m3fn
+
+
+def dense() -> dict[str, torch.Tensor]:
+    model = tiny_qwen3(tied=False, key_heads=2).bfloat16()
+    nudge(model)
+    return state(model)
+
+
+def experts() -> dict[str, torch.Tensor]:
+    model = tiny_qwen3_moe().bfloat16()
+    nudge(model)
+    assert checkpoint_layout(model) is not None, "the experts are stacked in memory"
+    source = ModuleAdapter(model)
+    manifest = source.manifest()
+    return {manifest.tensors[item.box.tensor].name: item.tensor.clone() for item in source.slices()}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for kind in KINDS:
+        write_checkpoint(directory / kind, quantised(dense(), kind), kind)
+    write_checkpoint(directory / "experts", quantised(experts(), "fp8 in blocks"), "fp8 in blocks")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Ranks:
+    return launch("quantized_worker.py", 2, tmp_path_factory.mktemp("two"), checkpoints)
+
+
+def assert_is_quantised(seen: list[dict[str, Any]], gold: dict[str, torch.Tensor], kind: str) -> None:
+    manifest, values, sent = written(seen, collectives=seen[0]["collectives"])
+    assert_is_gold(values, quantised(gold, kind), manifest.tied)
+    assert all(sent), "each rank sends a part"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["each_kind_from_uneven_shards", "each_kind_from_columns_and_rows"])
+def test_blocks_that_ranks_have_parts_of_are_quantised_as_the_whole_matrix_is(two: Ranks, case: str, kind: str) -> None:
+    assert_is_quantised([seen[kind] for seen in of(two, case)], dense(), kind)
+
+
+@pytest.mark.parametrize(
+    "case", ["from_copies_of_which_each_rank_sends_a_part", "from_an_export_that_the_ranks_make_together"]
+)
+def test_what_several_ranks_hold_whole_is_quantised_as_the_whole_matrix_is(two: Ranks, case: str) -> None:
+    assert_is_quantised(of(two, case), dense(), "fp8 in blocks")
+
+
+def test_each_expert_of_a_stack_is_quantised_under_its_checkpoint_name(two: Ranks) -> None:
+    gold = experts()
+    assert any(".experts.4.down_proj" in name for name in gold)
+    assert_is_quantised(of(two, "experts"), gold, "fp8 in blocks")
+
+
+def test_weights_are_quantised_from_their_values_in_the_dtype_that_they_would_travel_in(two: Ranks) -> None:
+    gold = {name: tensor.bfloat16() for name, tensor in dense().items()}
+    seen = of(two, "from_masters_in_float32_that_travel_in_bfloat16")
+    assert_is_quantised(seen, gold, "fp8 in blocks")
+
+
+def test_a_rank_that_fails_beforehand_fails_all_at_once_and_the_next_update_is_right(two: Ranks) -> None:
+    seen = of(two, "a_rank_that_fails")
+    assert [one["first"]["error"] for one in seen] == ["WeightwireError", "RuntimeError"]
+    assert all("rank 1 has lost its weights" in one["first"]["text"] for one in seen)
+    assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
+
+
+def test_a_value_that_is_not_finite_shows_in_what_travels(two: Ranks) -> None:
+    names = {name for seen in of(two, "not_finite") for name in seen["names"]}
+    assert {f"model.layers.{layer}.mlp.up_proj.weight_scale_inv" for layer in (0, 1)} <= names
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) -> None:
+    rows, columns = (data.draw(st.integers(1, 60)) for _ in range(2))
+    block = data.draw(st.sampled_from([(16, 16), (1, columns), (8, 20), (64, 64)]))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
+    whole = (torch.randn(rows, columns, generator=random) * 10 ** data.draw(st.integers(-6, 3))).to(dtype)
+    grid = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    power_of_two = data.draw(st.booleans())
+    scheme = Scheme((rows, columns), FP8, block, "s", grid, torch.float32, power_of_two, reciprocal=True)
+    expected, expected_scales = as_vllm_quantises(whole, list(block), power_of_two)
+    scales = scheme.scale(block_maxima(whole, (0, 0), block))
+    assert torch.equal(scales, expected_scales)
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
+    touched = scales[top // block[0] : math.ceil(bottom / block[0]), left // block[1] : math.ceil(right / block[1])]
+    part = quantize(whole[top:bottom, left:right], (top, left), scheme, touched)
+    assert torch.equal(part.view(torch.uint8), expected[top:bottom, left:right].view(torch.uint8))
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_has_what_cannot_be_made_of_weights_is_refused_by_name(tmp_path: Path) -> None:
+    made = quantised(dense(), "fp8 per channel")
+    name = "model.layers.0.mlp.up_proj"
+    cases: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+        "measured": ({f"{name}.input_scale": torch.ones(1)}, f"{name}.input_scale"),
+        "one scale": ({f"{name}.weight_scale": torch.ones(1)}, f"{name}.weight"),
+        "packed": ({f"{name}.weight_packed": torch.ones(2, 2, dtype=torch.int32)}, f"{name}.weight_packed"),
+    }
+    for case, (more, named) in cases.items():
+        path = write_checkpoint(tmp_path / case, made | more, "fp8 per channel")
+        with pytest.raises(ArgumentError, match=rf"can't be made of the trainer's weights: {named}"):
+            schemes_of(path)
+
+
+def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="can't be read"):
+        schemes_of(tmp_path / "nowhere")
+    path = write_checkpoint(tmp_path / "plain", dense(), "fp8 in blocks")
+    with pytest.raises(ArgumentError, match="no weight in FP8 or INT8"):
+        schemes_of(path)
+    (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ArgumentError, match="quant_method 'awq'"):
+        schemes_of(path)
+
+
+def test_a_model_that_is_not_the_checkpoints_is_refused_and_says_why(checkpoints: Path) -> None:
+    path = checkpoints / "fp8 in blocks"
+    weights = dense()
+    name = "model.layers.0.mlp.up_proj.weight"
+    for other, why in (
+        (weights | {name: torch.ones(4, 4)}, rf"{name} is \[4, 4\] here and \[130, 36\] in the checkpoint"),
+        (weights | {name: weights[name].to(FP8)}, f"{name} is float8_e4m3fn"),
+        ({"other.weight": torch.ones(4, 4)}, "none of the source's tensors"),
+        (weights | {"again": weights[name]}, f"{name} is tied"),
+    ):
+        with pytest.raises(ManifestMismatch, match=why):
+            QuantizedAdapter(ModuleAdapter(other), path).manifest()
+    with pytest.raises(ArgumentError, match="not a dict"):
+        QuantizedAdapter(weights, path)  # type: ignore[arg-type]
+
+
+def test_dtypes_that_the_engine_tells_reach_the_source_and_not_what_is_quantised(checkpoints: Path) -> None:
+    source = QuantizedAdapter(ModuleAdapter(dense(), dtype_rules="engine"), checkpoints / "fp8 in blocks")
+    manifest = source.manifest()
+    assert source.follows_engine
+    told = {spec.name: spec.dtype for spec in manifest.tensors} | {"model.norm.weight": "float32"}
+    assert source.adopt_dtypes(told)
+    now = {spec.name: spec.dtype for spec in source.manifest().tensors}
+    assert now["model.norm.weight"] == "float32" and now["model.layers.0.mlp.up_proj.weight"] == "float8_e4m3fn"

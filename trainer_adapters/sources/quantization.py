@@ -1,0 +1,227 @@
+"""How a quantised checkpoint keeps its weights: which ones, in which blocks, and the values that stand for a matrix.
+
+Schemes whose numbers follow from one block of the weight alone:
+
+- FP8 in blocks (`quant_method: fp8` with `weight_block_size`, as DeepSeek and Qwen publish): a scale for each block,
+  `amax / 448`, under `NAME_scale_inv`; with `scale_fmt: ue8m0`, or scales of that dtype, the next power of two. The formula is
+  that of vLLM's `per_block_cast_to_fp8`.
+- compressed-tensors with 8 bits, FP8 or INT8, symmetric, a scale per output channel or per block, under `NAME_scale`: `amax` over
+  half the range of the type, rounded to the scale's dtype; the formula is that of its `calculate_qparams`.
+
+What a whole layer must know (one scale per tensor, which engines share between fused layers), what is measured (scales of
+activations), and formats in fewer bits are not made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference_plugin.wire.checkpoint_headers import checkpoint_directory, read_headers
+from inference_plugin.wire.errors import ArgumentError, first_few
+
+__all__ = ["Scheme", "block_maxima", "quantize", "schemes_of"]
+
+LEAST_AMAX = 1e-4
+"""A block of FP8 whose values are all smaller gets the scale of this one."""
+
+ROWS_AT_ONCE = 256
+"""How many rows are in float32 at a time, where each row has a scale."""
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+MEASURED = (
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_g_idx",
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one weight of shape `(rows, columns)` is kept: its dtype, the rows and columns of a block, and its scales.
+
+    `scales`: the name of the tensor of scales, its shape and dtype. `reciprocal`: values are multiplied by the scale's
+    reciprocal, as vLLM does for FP8 in blocks, and not divided by it.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    block: tuple[int, int]
+    scales: str
+    scales_shape: tuple[int, ...]
+    scales_dtype: torch.dtype
+    power_of_two: bool
+    reciprocal: bool
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many blocks the weight has, down and across."""
+        return math.ceil(self.shape[0] / self.block[0]), math.ceil(self.shape[1] / self.block[1])
+
+    def scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """The scales of blocks whose largest absolute values are `amax` (float32), as they are stored."""
+        if self.reciprocal:
+            scale = amax.clamp(LEAST_AMAX) / torch.finfo(self.dtype).max
+        else:
+            scale = amax / (127.5 if self.dtype == INT8 else torch.finfo(self.dtype).max)
+        if self.power_of_two:
+            scale = torch.pow(2.0, torch.ceil(torch.log2(scale)))
+        scale = scale.to(self.scales_dtype)
+        if not self.reciprocal and not self.power_of_two:
+            scale = torch.where(scale == 0, torch.finfo(self.scales_dtype).eps, scale)
+        return scale
+
+
+def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
+    """The scheme of each weight that a checkpoint keeps quantised, by name.
+
+    `checkpoint`: a directory with `config.json` and safetensors files, or a name in the hub of which this machine has a copy.
+    Raises `ArgumentError` if it can't be read, is not quantised, or has what can't be made of the trainer's weights.
+    """
+    try:
+        directory = checkpoint_directory(str(checkpoint))
+        config = json.loads((directory / "config.json").read_text())
+        headers = read_headers(directory)
+    except Exception as error:
+        raise ArgumentError(
+            f"the quantised checkpoint {str(checkpoint)!r} can't be read: {type(error).__name__}: {error}",
+            hint="give the directory of the checkpoint that the engine was started from; a name of the hub is found if this "
+            "machine has a copy (`hf download`)",
+        ) from error
+    about = config.get("quantization_config") or config.get("compression_config") or {}
+    method = about.get("quant_method")
+    if method not in ("fp8", "compressed-tensors"):
+        raise ArgumentError(
+            f"{directory} has quant_method {method!r} in its config.json; weights are quantised as 'fp8' in blocks and as "
+            "'compressed-tensors' with 8 bits have them",
+            hint="serve the checkpoint in the trainer's dtype and let the engine quantise it, or send tensors in the engine's "
+            "format by ExportAdapter",
+        )
+    found: dict[str, Scheme] = {}
+    strange: list[str] = []
+    for name, (shape, dtype) in headers.items():
+        if name.rpartition(".")[2] in MEASURED or name.endswith("_packed"):
+            strange.append(name)
+        elif dtype in (FP8, INT8) and name.endswith("weight"):
+            if (scheme := _scheme(name, shape, dtype, about, headers)) is None:
+                strange.append(name)
+            else:
+                found[name] = scheme
+    if strange:
+        raise ArgumentError(
+            f"{directory} has tensors that can't be made of the trainer's weights: {first_few(sorted(strange))}",
+            hint="what can be made: FP8 in blocks with weight_scale_inv, and 8 bits of compressed-tensors with scales per "
+            "channel or block, symmetric, activations scaled while the engine runs",
+        )
+    if not found:
+        raise ArgumentError(f"{directory} has no weight in FP8 or INT8 with scales")
+    return found
+
+
+def _scheme(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    about: Mapping[str, Any],
+    headers: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> Scheme | None:
+    in_blocks = about["quant_method"] == "fp8"
+    scales = f"{name}_scale_inv" if in_blocks else f"{name}_scale"
+    scales_shape, scales_dtype = headers.get(scales, ((), torch.bool))
+    if len(shape) != 2 or scales_dtype not in SCALES or (in_blocks and dtype != FP8):
+        return None
+    for block in _blocks(shape, about):
+        grid = tuple(math.ceil(size / width) for size, width in zip(shape, block, strict=True))
+        if scales_shape == grid or (grid[1] == 1 and scales_shape == grid[:1]):
+            power_of_two = about.get("scale_fmt") == "ue8m0" or scales_dtype == torch.float8_e8m0fnu
+            return Scheme(
+                (shape[0], shape[1]),
+                dtype,
+                block,
+                scales,
+                scales_shape,
+                scales_dtype,
+                power_of_two,
+                reciprocal=in_blocks,
+            )
+    return None
+
+
+def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The blocks that a weight may be divided into, as the config says."""
+    if about["quant_method"] == "fp8":
+        sizes = [about.get("weight_block_size")]
+    else:
+        groups = about.get("config_groups") or {}
+        weights = [group.get("weights") or {} for group in groups.values()]
+        sizes = [[1, shape[1]] for one in weights if one.get("strategy") == "channel" and one.get("symmetric", True)]
+        sizes += [one.get("block_structure") for one in weights if one.get("strategy") == "block"]
+    return [
+        (int(size[0]), int(size[1])) for size in sizes if isinstance(size, list) and len(size) == 2 and min(size) > 0
+    ]
+
+
+def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
+    """The largest absolute value in each block that `values`, a part of a matrix that begins at `at`, touches: float32, a row for
+    each row of blocks. NaN where a block has NaN."""
+    widths = _widths(at[1], values.shape[1], block[1])
+    rows = []
+    for first, last in _spans(at[0], values.shape[0], block[0]):
+        part = values[first:last]
+        if block[0] == 1:
+            highest = (
+                part if len(widths) > 1 else torch.maximum(part.amax(1, keepdim=True), -part.amin(1, keepdim=True))
+            )
+        else:
+            highest = torch.maximum(part.amax(0, keepdim=True), -part.amin(0, keepdim=True))
+        if len(widths) > 1:
+            highest = torch.cat([one.abs().amax(1, keepdim=True) for one in torch.split(highest, widths, 1)], 1)
+        elif block[0] > 1:
+            highest = highest.amax(1, keepdim=True)
+        rows.append(highest.float())
+    return torch.cat(rows)
+
+
+def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: torch.Tensor) -> torch.Tensor:
+    """The stored values of a part of a weight that begins at `at`; `scales`: those of the blocks that it touches, as stored."""
+    made = torch.empty(values.shape, dtype=scheme.dtype, device=values.device)
+    widths = torch.tensor(_widths(at[1], values.shape[1], scheme.block[1]), device=values.device)
+    factors = 1.0 / scales.float() if scheme.reciprocal else scales.float()
+    taken = 0
+    for first, last in _spans(at[0], values.shape[0], scheme.block[0]):
+        count = last - first if scheme.block[0] == 1 else 1
+        factor = factors[taken : taken + count]
+        taken += count
+        if len(widths) > 1:
+            factor = factor.repeat_interleave(widths, 1)
+        part = values[first:last].float()
+        part = part * factor if scheme.reciprocal else part / factor
+        if scheme.dtype == INT8:
+            part = part.round_().clamp_(-128, 127)
+        else:
+            largest = torch.finfo(scheme.dtype).max
+            part = part.clamp_(-largest, largest)
+        made[first:last] = part
+    return made
+
+
+def _spans(at: int, length: int, width: int) -> Iterable[tuple[int, int]]:
+    """The rows to work on at once: those of one row of blocks; some thousand, where each row is one."""
+    step = ROWS_AT_ONCE if width == 1 else width
+    return itertools.pairwise([0, *range(step - at % width, length, step), length])
+
+
+def _widths(at: int, length: int, width: int) -> list[int]:
+    """How wide the parts are into which blocks of `width` cut a range of `length` that begins at `at`."""
+    return [last - first for first, last in itertools.pairwise([0, *range(width - at % width, length, width), length])]
