@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.support.quantising import KINDS
 from tests.trainers.dtensor_worker import PLAN
 from tests.trainers.observing import Result, main, nudge, observe, refused, tiny_qwen3, tiny_qwen3_moe
-from tests.trainers.quantising import KINDS
 from trainer_adapters import (
     DTensorAdapter,
     ExportAdapter,

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from tests.support.quantising import KINDS, as_vllm_quantises, quantised, write_checkpoint
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
-from tests.trainers.quantising import KINDS, as_vllm_quantises, quantised, write_checkpoint
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
 from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
