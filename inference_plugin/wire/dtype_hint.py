@@ -17,11 +17,11 @@ MOST_RULES = 12
 def check_quantises_nothing(own: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Raises `ManifestMismatch` if the engine wants tensors in eight bits that have more: a cast has no scales. Both by name."""
     wide = {name for name, dtype in own.items() if dtype in ("float64", "float32", "float16", "bfloat16")}
-    if cast := [name for name, dtype in wanted.items() if dtype.startswith("float8") and name in wide]:
+    if cast := [name for name, dtype in wanted.items() if dtype.startswith(("float8", "int8")) and name in wide]:
         raise ManifestMismatch(
             f"the engine holds quantised weights, and a cast would leave its scales as they are: {first_few(cast)}",
-            hint="send quantised weights with their scales, or start the engine from weights in the trainer's dtype, which it "
-            "quantises itself as it loads them",
+            hint="QuantizedAdapter(source, checkpoint) sends them quantised as the engine's checkpoint is; or start the engine "
+            "from weights in the trainer's dtype, which it quantises itself as it loads them",
             phase="open",
         )
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from inference_plugin.wire.errors import ManifestMismatch
 from tests.support.checkpoints import load, rewrite
 from tests.support.models import make_llama
 from tests.support.quantising import config_of, quantised
 from tests.support.trials import House, trial
-from trainer_adapters import ModuleAdapter, QuantizedAdapter
+from trainer_adapters import ModuleAdapter, QuantizedAdapter, SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -44,3 +45,7 @@ def test_a_trainer_in_bfloat16_updates_an_engine_of_a_quantised_checkpoint(
 
     outcome = trial(house, served, other, plain=False, install=install, source=source, dtype="bfloat16")
     assert (outcome.end, outcome.after) == ("right", 5), outcome
+    with SyncManager(timeout_s=60) as manager:
+        for dtype in (None, "engine", "bfloat16"):
+            with pytest.raises(ManifestMismatch, match=r"holds quantised weights.*QuantizedAdapter"):
+                manager.update(weights[other], dtype=dtype)
