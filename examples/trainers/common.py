@@ -19,10 +19,13 @@ from inference_plugin.wire.reports import UpdateReport
 BATCH, LENGTH = 2, 16
 
 
-def begin(about: str | None, **sizes: int) -> argparse.Namespace:
-    """Reads the arguments and joins the other ranks of torchrun; `sizes` are options of this example, with defaults."""
+def begin(about: str | None, *checkpoints: str, **sizes: int) -> argparse.Namespace:
+    """Reads the arguments and joins the other ranks of torchrun; `checkpoints` are more of them that this example takes, `sizes`
+    its options, with defaults."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="the checkpoint that the engines were started with")
+    parser.add_argument("model", type=Path, help="the checkpoint that is trained; the engines were started with it")
+    for name in checkpoints:
+        parser.add_argument(name, type=Path)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--export", type=Path, help="write the trained model there")
     for name, default in sizes.items():
