@@ -25,7 +25,8 @@ from inference_plugin.net.addresses import new_replica_id
 from inference_plugin.wire.errors import PeerLost, TransportUnavailable
 
 __all__ = [
-    "DEVICES", "Agent", "GivenUp", "Reading", "Registered", "Span", "close_when_over", "named_devices", "why_no_nixl",
+    "DEVICES", "Agent", "GivenUp", "Reading", "Registered", "Span", "close_when_over", "has_nixl", "named_devices",
+    "why_no_nixl",
 ]  # fmt: skip
 
 DEVICES = "UCX_NET_DEVICES"
@@ -54,9 +55,14 @@ def named_devices() -> str:
     return os.environ.get(DEVICES, "")
 
 
+def has_nixl() -> bool:
+    """Whether NIXL is installed, for some version of CUDA."""
+    return any(importlib.util.find_spec(name) is not None for name in PACKAGES)
+
+
 def why_no_nixl() -> str | None:
     """Why NIXL can't be used in this process; None if its package is there and devices are named."""
-    if all(importlib.util.find_spec(name) is None for name in PACKAGES):
+    if not has_nixl():
         return "NIXL is not installed (`pip install nixl-cu12`, or `nixl-cu13` for CUDA 13)"
     if not named_devices():
         return f"{DEVICES} names no devices: set it to those of a network that you trust, such as mlx5_0:1 or eth0"

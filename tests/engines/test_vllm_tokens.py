@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from inference_plugin.transports.nixl_agent import has_nixl
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import Driver, Server, eventually
@@ -204,6 +205,11 @@ def test_updates_through_every_policy_and_transport_and_back_again(live: Live) -
     (card,) = live.driver.cards
     assert [w.rank for w in card.workers] == list(range(live.ranks))
     live.version = check_life(live.driver.tokens, live.models["A"], live.models["B"])
+
+
+@pytest.mark.skipif(not has_nixl(), reason="NIXL is in the environment of the newest vLLM only")
+@pytest.mark.parametrize("live", list(ENGINES), indirect=True)
+def test_workers_read_updates_out_of_the_trainers_memory(live: Live) -> None:
     for which in "BA":
         live.update(which, install="standby", transport="nixl")
         live.assert_serves(which)

@@ -1,7 +1,7 @@
 """What vLLM on CPU lacks for experts that data-parallel ranks share, and what tests want to know of such ranks.
 
 `CpuCommunicator` chooses the manager that dispatches tokens by gathering and scattering parts of unequal sizes, and has neither
-of these operations: they are made of those of gloo.
+of these operations: they are made of those of gloo. vLLM 0.33 gives each rank a NUMA node of its own, of which there may be one.
 
 `WEIGHTWIRE_TEST_STEPS` names a directory. There each rank notes, in a file of its number, what its live weights were before and
 after every step, also of those with an empty batch that it takes for the sake of the other ranks: one line of JSON each.
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.parallel_state import get_dp_group
+from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -32,6 +33,8 @@ def fill_in(weights_seen: Callable[[Any], list[float]]) -> None:
         return
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
+    nodes = cpu_worker.get_visible_memory_node
+    cpu_worker.get_visible_memory_node = lambda *_: nodes()
     if not (directory := os.environ.get("WEIGHTWIRE_TEST_STEPS")):
         return
     empty, full = Worker.execute_dummy_batch, WorkerWrapperBase.execute_model

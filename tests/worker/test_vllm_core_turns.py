@@ -92,6 +92,13 @@ class Scheduler:
         return True
 
 
+def sync_dp_state(group: Any, has_unfinished: bool, pending_pause: bool) -> tuple[bool, bool]:
+    """`ParallelConfig.sync_dp_state`: a static method before vLLM 0.33."""
+    told = group.gather(group.rank, (has_unfinished, pending_pause))
+    pauses = sum(pending for _, pending in told)
+    return any(unfinished for unfinished, _ in told) or pauses % CORES != 0, pauses == CORES
+
+
 class Core(DPEngineCoreProc):
     """vLLM's loop over a scheduler and steps of our own, with the wrapping of `hooks`."""
 
@@ -109,7 +116,9 @@ class Core(DPEngineCoreProc):
         self.dp_sync_interval = 4
         self.scheduler = Scheduler()
         self.model_executor = SimpleNamespace(is_sleeping=False, sleeping_tags=set(), collective_rpc=self.rpc)
-        self.vllm_config = SimpleNamespace(shutdown_timeout=0)
+        self.vllm_config = SimpleNamespace(
+            shutdown_timeout=0, parallel_config=SimpleNamespace(sync_dp_state=sync_dp_state)
+        )
         self.control = SharedCore(self)
         self.steps = steps
         self.version = 0
@@ -325,11 +334,6 @@ class Cores:
 
 @pytest.fixture
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
-    def sync(group: Any, has_unfinished: bool, pending_pause: bool) -> tuple[bool, bool]:
-        told = group.gather(group.rank, (has_unfinished, pending_pause))
-        pauses = sum(pending for _, pending in told)
-        return any(unfinished for unfinished, _ in told) or pauses % CORES != 0, pauses == CORES
-
     def has_unfinished(group: Any, local: bool) -> bool:
         return any(group.gather(group.rank, local))
 
@@ -338,7 +342,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     resume = EngineCore.resume_scheduler
     monkeypatch.setattr(EngineCore, "resume_scheduler", resume_scheduler)
-    monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync))
+    monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync_dp_state))
     monkeypatch.setattr(ParallelConfig, "has_unfinished_dp", staticmethod(has_unfinished))
     three = Cores(getattr(request, "param", 0))
     yield three
