@@ -117,6 +117,12 @@ def not_finite() -> Result:
     }
 
 
+def ranks_that_have_different_numbers_of_groups() -> Result:
+    if dist.get_rank() == 0:
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    return observed(FSDPAdapter(fsdp(dense())), "fp8 in blocks")
+
+
 CASES = [
     each_kind_from_uneven_shards,
     each_kind_from_columns_and_rows,
@@ -126,6 +132,7 @@ CASES = [
     from_masters_in_float32_that_travel_in_bfloat16,
     a_rank_that_fails,
     not_finite,
+    ranks_that_have_different_numbers_of_groups,  # the last one: afterwards torch's own groups have other names on each rank
 ]
 
 if __name__ == "__main__":

@@ -93,6 +93,10 @@ def test_a_rank_that_fails_beforehand_fails_all_at_once_and_the_next_update_is_r
     assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
 
 
+def test_ranks_come_together_though_they_have_different_numbers_of_process_groups(two: Ranks) -> None:
+    assert_is_quantised(of(two, "ranks_that_have_different_numbers_of_groups"), dense(), "fp8 in blocks")
+
+
 def test_a_value_that_is_not_finite_shows_in_what_travels(two: Ranks) -> None:
     names = {name for seen in of(two, "not_finite") for name in seen["names"]}
     assert {f"model.layers.{layer}.mlp.up_proj.weight_scale_inv" for layer in (0, 1)} <= names

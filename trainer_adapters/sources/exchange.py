@@ -133,17 +133,28 @@ class Collectives:
 
 class OwnGroup:
     """A gloo group of a source's own over the ranks of `process_group`, so that its collectives don't mix with those of a running
-    training. Made on every rank, in the same order as other process groups. Raises as `meet` does."""
+    training. Made on every rank, in the same order as other process groups. Raises as `meet` does.
+
+    `new_group(use_local_synchronization=True)` would name it by the number of groups that a rank has: where ranks have different
+    numbers (embeddings on the first and the last pipeline stage), they would wait for each other under different names.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._timeout_s = Config.from_environment().timeout_s
-        meet(b"", process_group, timeout_s=self._timeout_s, making="adapter")  # torch's own error would name no rank
-        self.group: dist.ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(process_group or dist.group.WORLD),
-            backend="gloo",
+        met = meet(secrets.token_bytes(8), process_group, timeout_s=self._timeout_s, making="adapter")
+        c10d, name = dist.distributed_c10d, f"weightwire-{met[0].hex()}"
+        ranks = sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.group: dist.ProcessGroup
+        self.group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend("gloo"),
+            c10d._get_default_store(),
+            name,  # type: ignore[arg-type]
             timeout=timedelta(seconds=self._timeout_s),  # a lost rank must not block the others
-            use_local_synchronization=True,
         )
+        c10d._world.pg_group_ranks[self.group] = {rank: place for place, rank in enumerate(ranks)}
 
     def configure(self, config: Config) -> None:
         """Takes how long a lost rank may block the others (`timeout_s`)."""
