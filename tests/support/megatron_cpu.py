@@ -16,6 +16,7 @@ import importlib.machinery
 import runpy
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class _OnCpu(TorchFunctionMode):
 
 def run_on_cpu() -> None:
     """Patches torch.cuda and Megatron so that models are built and trained on the CPU, with gloo."""
+    import megatron.core.ssm.gated_delta_net as gated_delta_net
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.torch_norm as torch_norm
@@ -88,6 +90,8 @@ def run_on_cpu() -> None:
     torch.cuda.current_stream = lambda *a: torch.cuda.Stream()
     torch.cuda.stream = lambda *a: contextlib.nullcontext()
     torch.Tensor.record_stream = lambda self, *a: None
+    # With `deterministic_mode`, this norm is all that a gated delta net takes from flash-linear-attention.
+    gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, partial(nn.functional.normalize, dim=-1)
     # Without Transformer Engine the name is read but was never set.
     moe_utils.te_general_gemm = None
     # Splits that all_to_all_single takes as numbers come from the GPU as arrays.
@@ -183,6 +187,7 @@ def fake_transformer_engine() -> None:
 
     Class names matter: Megatron-Bridge tells from them how a parameter is divided.
     """
+    import megatron.core.models.gpt.experimental_attention_variant_module_specs as variants
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.transformer.multi_latent_attention as mla
     import megatron.core.transformer.transformer_block as transformer_block
@@ -191,17 +196,32 @@ def fake_transformer_engine() -> None:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
-    class TENorm(nn.RMSNorm):
+    def add_norm(module: nn.Module, prefix: str, config: Any, hidden_size: int) -> None:
+        weight = nn.Parameter(
+            torch.full((hidden_size,), 1.0 - config.layernorm_zero_centered_gamma, dtype=config.params_dtype)
+        )
+        bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for name, parameter in {"weight": weight, "bias": bias}.items():
+            if name == "bias" and config.normalization != "LayerNorm":
+                continue
+            parameter.sequence_parallel = config.sequence_parallel
+            module.register_parameter(prefix + name, parameter)
+
+    def normed(x: torch.Tensor, module: nn.Module, prefix: str) -> torch.Tensor:
+        weight, bias = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias", None)
+        weight = weight + int(module.config.layernorm_zero_centered_gamma)
+        if bias is None:
+            return nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+    class TENorm(nn.Module):
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-            super().__init__(hidden_size, eps=eps)
-            self.weight.sequence_parallel = config.sequence_parallel
-            self.zero_centered = config.layernorm_zero_centered_gamma
-            if self.zero_centered:
-                nn.init.zeros_(self.weight)
+            super().__init__()
+            self.config = config
+            add_norm(self, "", config, hidden_size)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight = self.weight + 1 if self.zero_centered else self.weight
-            return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+            return normed(x, self, "")
 
     class TEColumnParallelLinear(ColumnParallelLinear):
         pass
@@ -212,11 +232,10 @@ def fake_transformer_engine() -> None:
     class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
-            self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-            self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+            add_norm(self, "layer_norm_", config, input_size)
 
         def forward(self, x: torch.Tensor, *args: Any) -> Any:
-            return super().forward(nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, 1e-5), *args)
+            return super().forward(normed(x, self, "layer_norm_"), *args)
 
     class TELinear(nn.Module):
         """The duplicated kind: every tensor-parallel rank holds all of it, and Transformer Engine still marks it."""
@@ -239,10 +258,19 @@ def fake_transformer_engine() -> None:
         dim = 0
 
         def __init__(
-            self, experts: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **_: Any
+            self,
+            experts: int,
+            input_size: int,
+            output_size: int,
+            *,
+            config: Any,
+            bias: bool,
+            skip_bias_add: bool,
+            pg_collection: Any,
+            **_: Any,
         ) -> None:
             super().__init__()
-            self.num_gemms, self.config = experts, config
+            self.num_gemms, self.config, self.skip_bias_add = experts, config, skip_bias_add
             shape = [output_size, input_size]
             shape[self.dim] //= pg_collection.expt_tp.size()
             self.out_features, self.in_features = shape
@@ -251,11 +279,19 @@ def fake_transformer_engine() -> None:
                 config.init_method(weight)
                 weight.allreduce = config.expert_model_parallel_size == 1
                 self.register_parameter(f"weight{i}", weight)
+                if bias:
+                    self.register_parameter(f"bias{i}", nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype)))
+                    getattr(self, f"bias{i}").allreduce = weight.allreduce
 
         def forward(self, x: torch.Tensor, splits: list[int]) -> Any:
             parts = torch.split(x, splits)
-            done = [nn.functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
-            return torch.cat(done), None
+            biases = [getattr(self, f"bias{i}", None) for i in range(self.num_gemms)]
+            left = biases if self.skip_bias_add and biases[0] is not None else None
+            done = [
+                nn.functional.linear(part, getattr(self, f"weight{i}"), None if left else biases[i])
+                for i, part in enumerate(parts)
+            ]
+            return torch.cat(done), left
 
     class TEColumnParallelGroupedLinear(_Grouped):
         pass
@@ -295,7 +331,7 @@ def fake_transformer_engine() -> None:
         TECL=(TEColumnParallelGroupedLinear,),  # the others are recognised by what they inherit from
         TERL=(TERowParallelGroupedLinear,),
     )
-    specs.TESpecProvider = FakeTESpecProvider
+    specs.TESpecProvider = variants.TESpecProvider = FakeTESpecProvider
     specs.TENorm = transformer_block.LayerNormImpl = TENorm
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
 

@@ -11,10 +11,10 @@ import torch
 
 RENAMES = [
     (r"embedding\.word_embeddings\.weight", "model.embed_tokens.weight"),
-    (r"decoder\.final_layernorm\.weight", "model.norm.weight"),
+    (r"decoder\.final_layernorm\.", "model.norm."),
     (r"output_layer\.weight", "lm_head.weight"),
-    (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
-    (r"mlp\.linear_fc1\.layer_norm_weight", "post_attention_layernorm.weight"),
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "post_attention_layernorm."),
     (r"pre_mlp_layernorm", "post_attention_layernorm"),
     (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight", r"self_attn.\1_a_layernorm.weight"),
     (r"self_attention\.linear_proj", "self_attn.o_proj"),
@@ -28,7 +28,31 @@ RENAMES = [
     (r"mlp\.router\.expert_bias", "mlp.gate.e_score_correction_bias"),
     (r"mlp\.shared_experts\.gate_weight", "mlp.shared_expert_gate.weight"),
     (r"linear_fc2", "down_proj"),
+    (r"self_attention\.core_attention\.softmax_offset", "self_attn.sinks"),
+    (r"self_attention\.(A_log|dt_bias|conv1d|out_proj)", r"linear_attn.\1"),
+    (r"self_attention\.out_norm", "linear_attn.norm"),
+    (r"self_attention\.in_proj\.layer_norm_weight", "input_layernorm.weight"),
 ]
+RENAMES_OF: dict[str, list[tuple[str, str]]] = {
+    "mixtral": [
+        (r"\.mlp\.", ".block_sparse_moe."),
+        *((f"{a}_proj", b) for a, b in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
+    ],
+    "gpt_oss": [(r"mlp\.gate\.", "mlp.router.")],
+    "mimo": [
+        (r"(mtp_layers\.\d+\.)enorm", r"\1token_layernorm"),
+        (r"(mtp_layers\.\d+\.)hnorm", r"\1hidden_layernorm"),
+        (r"(mtp_layers\.\d+\.)eh_proj", r"\1input_proj"),
+    ],
+    "qwen3_next": [
+        (r"mtp\.layers\.0\.enorm", "mtp.pre_fc_norm_embedding"),
+        (r"mtp\.layers\.0\.hnorm", "mtp.pre_fc_norm_hidden"),
+        (r"mtp\.layers\.0\.eh_proj", "mtp.fc"),
+        (r"mtp\.layers\.0\.final_layernorm", "mtp.norm"),
+    ],
+}
+MTP_LAYERS = {"mimo": "model.mtp_layers.", "qwen3_next": "mtp.layers."}
+"""Where the checkpoint has its MTP layers, if not behind the others."""
 
 
 def assemble(ranks: list[dict[str, Any]], hf: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -46,6 +70,29 @@ def assemble(ranks: list[dict[str, Any]], hf: dict[str, Any]) -> dict[str, torch
         shards = [by_tp[i] for i in sorted(by_tp)]
         for hf_name, tensor in _converted(name, shards, hf).items():
             out[hf_name] = tensor
+    for pattern, to in RENAMES_OF.get(hf["model_type"], ()):
+        out = {re.sub(pattern, to, name): tensor for name, tensor in out.items()}
+    return _experts_in_one(out) if hf["model_type"] == "gpt_oss" else out
+
+
+def _experts_in_one(apart: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """GPT-OSS: (experts, inputs, outputs), gates in the even columns."""
+    parts: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    out = {}
+    for name, tensor in apart.items():
+        if found := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)_proj\.(weight|bias)", name):
+            parts.setdefault((found[1], found[3], found[4]), {})[int(found[2])] = tensor
+        else:
+            out[name] = tensor
+    whole = {key: torch.stack([own[i] for i in range(len(own))]) for key, own in parts.items()}
+    for (at, which, word), tensor in whole.items():
+        end = "" if word == "weight" else "_bias"
+        if which == "down":
+            out[f"{at}down_proj{end}"] = tensor if end else tensor.mT
+        elif which == "gate":
+            both = torch.empty(len(tensor), 2 * tensor.shape[1], *tensor.shape[2:])
+            both[:, 0::2], both[:, 1::2] = tensor, whole[at, "up", word]
+            out[f"{at}gate_up_proj{end}"] = both if end else both.mT
     return out
 
 
@@ -53,24 +100,41 @@ def _global_expert(name: str, ep_rank: int, hf: dict[str, Any], ep_size: int) ->
     if ".experts." not in name:
         return name, False
     total = hf.get("num_experts") or hf.get("n_routed_experts") or hf["num_local_experts"]
-    found = re.search(r"local_experts\.(\d+)\.(linear_fc.)\.weight|(linear_fc.)\.weight(\d+)", name)
+    found = re.search(r"local_experts\.(\d+)\.(linear_fc.)\.(weight|bias)|(linear_fc.)\.(weight|bias)(\d+)", name)
     assert found, name
-    local, which = (found[1], found[2]) if found[1] is not None else (found[4], found[3])
+    local, which, word = found.groups()[:3] if found[1] is not None else (found[6], found[4], found[5])
     prefix = name[: name.index(".experts.")]
-    return f"{prefix}.experts.{int(local) + ep_rank * total // ep_size}.{which}.weight", True
+    return f"{prefix}.experts.{int(local) + ep_rank * total // ep_size}.{which}.{word}", True
 
 
 def _converted(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dict[str, torch.Tensor]:
     layers = hf["num_hidden_layers"]
     name = name.replace("decoder.layers.", "model.layers.")
     if name.startswith("mtp."):
+        own = MTP_LAYERS.get(hf["model_type"])
         name = re.sub(
-            r"mtp\.layers\.(\d+)\.(transformer_layer\.)?", lambda m: f"model.layers.{layers + int(m[1])}.", name
+            r"mtp\.layers\.(\d+)\.((transformer|mtp_model)_layer\.)?",
+            lambda m: f"{own}{m[1]}." if own else f"model.layers.{layers + int(m[1])}.",
+            name,
         )
-        name = name.replace("final_layernorm", "shared_head.norm")
+        name = name if own else name.replace("final_layernorm", "shared_head.norm")
+        if hf["model_type"] == "mimo" and name.endswith("eh_proj.weight"):
+            of_embedding, of_hidden = torch.cat(shards).chunk(2, dim=1)
+            return {name: torch.cat([of_hidden, of_embedding], dim=1)}
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
         return _qkv(name, torch.cat(shards), hf)
-    if re.search(r"linear_fc1\.weight$", name):
+    if name.endswith("in_proj.weight"):
+        return _delta_net(name, shards, hf)
+    if name.endswith("conv1d.weight"):
+        key = hf["linear_num_key_heads"] * hf["linear_key_head_dim"] // len(shards)
+        value = hf["linear_num_value_heads"] * hf["linear_value_head_dim"] // len(shards)
+        parts = [shard.split([key, key, value]) for shard in shards]
+        return {_renamed(name, hf): torch.cat([part[i] for i in range(3) for part in parts])}
+    if name.endswith("out_norm.weight"):
+        return {_renamed(name, hf): shards[0] + 1}
+    if re.search(r"linear_fc1\.(weight|bias)$", name) and hf["model_type"] == "nemotron":
+        return {_renamed(name, hf).replace("linear_fc1", "up_proj"): torch.cat(shards)}
+    if re.search(r"linear_fc1\.(weight|bias)$", name):
         halves = [shard.chunk(2) for shard in shards]
         name = _renamed(name, hf)
         return {
@@ -84,9 +148,9 @@ def _converted(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dic
 def _joined(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> torch.Tensor:
     if re.search(r"(word_embeddings|output_layer)\.weight$", name):
         return torch.cat(shards)[: hf["vocab_size"]]
-    if re.search(r"(linear_proj|linear_fc2)\.weight$", name):
+    if re.search(r"(linear_proj|linear_fc2|out_proj)\.weight$", name):
         return torch.cat(shards, dim=1)
-    if re.search(r"(up_proj|q_proj|eh_proj)\.weight$", name):
+    if re.search(r"(up_proj|q_proj|eh_proj)\.weight$|softmax_offset|A_log|dt_bias", name):
         return torch.cat(shards)
     if "down_proj" in name:
         rank = hf["q_lora_rank"] if "_q_" in name else hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
@@ -98,7 +162,7 @@ def _qkv(name: str, fused: torch.Tensor, hf: dict[str, Any]) -> dict[str, torch.
     groups = hf["num_key_value_heads"]
     per_group = hf["num_attention_heads"] // groups
     head = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    gated = hf.get("gated", False)
+    gated = hf.get("gated", False) or hf["model_type"] == "qwen3_next"
     rest = tuple(fused.shape[1:])
     heads = fused.reshape(groups, -1, head, *rest)
     q, k, v = heads[:, :per_group], heads[:, -2], heads[:, -1]
@@ -108,10 +172,25 @@ def _qkv(name: str, fused: torch.Tensor, hf: dict[str, Any]) -> dict[str, torch.
     return {f"{prefix}{x}_proj.{word}": t.reshape(-1, *rest) for x, t in (("q", q), ("k", k), ("v", v))}
 
 
+def _delta_net(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    ways, heads, values = len(shards), hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    key, value = hf["linear_key_head_dim"], hf["linear_value_head_dim"] * values // heads
+    here = heads // ways
+    split = [
+        shard.split([here * n for n in (key, key, value, value, values // heads, values // heads)]) for shard in shards
+    ]
+    by_head = [torch.cat([one[i].unflatten(0, (here, -1)) for one in split]) for i in range(6)]
+    at = name[: name.index("self_attention")] + "linear_attn.in_proj_"
+    return {
+        f"{at}qkvz.weight": torch.cat(by_head[:4], dim=1).flatten(0, 1),
+        f"{at}ba.weight": torch.cat(by_head[4:], dim=1).flatten(0, 1),
+    }
+
+
 def _renamed(name: str, hf: dict[str, Any]) -> str:
-    mla = "q_lora_rank" in hf
+    mla = "kv_lora_rank" in hf
     name = re.sub(r"self_attention\.q_layernorm", "self_attn.q_a_layernorm" if mla else "self_attn.q_norm", name)
     name = re.sub(r"self_attention\.k_layernorm", "self_attn.k_norm", name)
     for pattern, to in RENAMES:
         name = re.sub(pattern, to, name)
-    return name if mla else name.replace("mlp.shared_experts.", "mlp.shared_expert.")
+    return name if "n_shared_experts" in hf else name.replace("mlp.shared_experts.", "mlp.shared_expert.")

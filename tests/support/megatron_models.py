@@ -6,6 +6,7 @@ built where Megatron is.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ MLA = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 4,
     "v_head_dim": 12,
+}
+DEEPSEEK_MOE = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -41,6 +44,15 @@ MLA = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+
+
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "full_attention_interval": 4,
 }
 
 
@@ -52,6 +64,8 @@ class Kind:
     overrides: dict[str, Any]
     bridge: bool = True
     """Megatron-Bridge 0.3.1 can load and export it."""
+    model_type: str = ""
+    """For a model whose classes transformers doesn't have, and whose tensors are named as those of `prefix`."""
 
 
 KINDS = {
@@ -62,9 +76,25 @@ KINDS = {
     "qwen3 tied": Kind("Qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": Kind("Qwen3Moe", MOE),
     "qwen2_moe": Kind("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "head_dim": 8}, bridge=False),
-    "deepseek_v3": Kind("DeepseekV3", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA),
+    "deepseek_v3": Kind("DeepseekV3", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA | DEEPSEEK_MOE),
+    "deepseek_v2": Kind(
+        "DeepseekV2", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA | DEEPSEEK_MOE | {"q_lora_rank": None}
+    ),
+    "kimi_k2": Kind(
+        "DeepseekV3",
+        {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA | DEEPSEEK_MOE,
+        bridge=False,
+        model_type="kimi_k2",
+    ),
+    "glm4_moe": Kind("Glm4Moe", DEEPSEEK_MOE | {"use_qk_norm": True, "attention_bias": True}),
     "mixtral": Kind("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, bridge=False),
-    "gemma": Kind("Gemma", {"tie_word_embeddings": True}, bridge=False),
+    "gpt_oss": Kind("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "mimo": Kind("Qwen2", {"head_dim": 8}, bridge=False, model_type="mimo"),
+    "seed_oss": Kind("SeedOss", {"attention_bias": True}, bridge=False),
+    "olmoe": Kind("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8}),
+    "qwen3_next": Kind("Qwen3Next", MOE | GDN | {"shared_expert_intermediate_size": 40}),
+    "nemotron": Kind("Nemotron", {"norm_eps": 1e-5}),
+    "gemma": Kind("Gemma", {"tie_word_embeddings": True}),
     "phi3": Kind("Phi3", {"head_dim": 8, "pad_token_id": 0}, bridge=False),
 }
 
@@ -82,6 +112,9 @@ def write_checkpoint(kind: str, directory: Path) -> None:
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(directory)
+    if entry.model_type:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": entry.model_type}))
 
 
 @dataclass(frozen=True)
@@ -124,7 +157,7 @@ def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
     """This rank's chunks of `GPTModel` for a config.json, in the groups that `layout.enter()` made."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     torch.manual_seed(11)
     config = _config(hf, layout)
@@ -133,7 +166,7 @@ def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
     for stage in range(layout.vpp) if layout.vpp else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        spec = get_gpt_decoder_block_spec(config, layout.te, normalization="RMSNorm", vp_stage=stage)
+        spec = _spec(hf, config, layout, stage)
         mtp = get_gpt_mtp_block_spec(config, spec, layout.te, vp_stage=stage) if layout.mtp and last else None
         model = GPTModel(
             config,
@@ -151,7 +184,24 @@ def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
     return chunks
 
 
+def _spec(hf: dict[str, Any], config: Any, layout: Layout, stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if hf["model_type"] == "qwen3_next":
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
+    spec = get_gpt_decoder_block_spec(config, layout.te, normalization="RMSNorm", vp_stage=stage)
+    if hf["model_type"] == "olmoe":
+        from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = OLMoESelfAttention
+    return spec
+
+
 def _config(hf: dict[str, Any], layout: Layout) -> Any:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = hf["model_type"]
@@ -164,12 +214,12 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         "num_query_groups": hf["num_key_value_heads"],
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf["rms_norm_eps"],
+        "layernorm_epsilon": 1e-5,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": kind in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "deepseek_v3"),
+        "add_qkv_bias": kind in ("qwen2", "qwen2_moe", "mimo") or bool(hf.get("attention_bias")),
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe") or "kv_lora_rank" in hf,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
@@ -202,14 +252,48 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
         }
-    if kind == "qwen2_moe":
+    if "shared_expert_intermediate_size" in hf:
         fields |= {
             "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
             "moe_shared_expert_gate": True,
         }
-    if kind != "deepseek_v3":
+    if kind == "gpt_oss":
+        fields |= {
+            "add_bias_linear": True,
+            "add_qkv_bias": False,
+            "softmax_type": "learnable",
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        }
+    if kind == "nemotron":
+        fields |= {
+            "normalization": "LayerNorm",
+            "gated_linear_unit": False,
+            "activation_func": torch.nn.functional.relu,
+            "layernorm_zero_centered_gamma": True,
+        }
+    if kind == "gemma":
+        fields |= {"layernorm_zero_centered_gamma": True}
+    if kind == "qwen3_next":
+        fields |= {name: value for name, value in hf.items() if name in GDN and name.startswith("linear")}
+        fields |= {
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": 4,
+            "deterministic_mode": True,  # whose gated delta rule is torch's
+        }
+    if "first_k_dense_replace" in hf:
+        dense = hf["first_k_dense_replace"]
+        fields |= {
+            "moe_layer_freq": [0] * dense + [1] * (hf["num_hidden_layers"] - dense),
+            "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        }
+        if kind != "deepseek_v2":
+            fields |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    if "kv_lora_rank" not in hf:
         return TransformerConfig(**(fields | dict(layout.overrides)))
-    dense = hf["first_k_dense_replace"]
     fields |= {
         "multi_latent_attention": True,
         "q_lora_rank": hf["q_lora_rank"],
@@ -218,10 +302,6 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
         "v_head_dim": hf["v_head_dim"],
         "rope_type": "rope",
-        "moe_layer_freq": [0] * dense + [1] * (hf["num_hidden_layers"] - dense),
-        "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
     }
     return MLATransformerConfig(**(fields | dict(layout.overrides)))
 

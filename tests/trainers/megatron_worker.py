@@ -1,6 +1,6 @@
 """Run by `torchrun` in `.venvs/megatron`: one training rank that takes every case of its world size in turn.
 
-Usage: megatron_worker.py OUT_DIRECTORY CHECKPOINTS_DIRECTORY. What each rank saw is compared in
+Usage: megatron_worker.py OUT_DIRECTORY CHECKPOINTS_DIRECTORY [further]. What each rank saw is compared in
 `test_megatron_adapter.py` with Megatron-Bridge's export and with a gold model assembled there from `raw`, all ranks'
 parameters as Megatron has them.
 """
@@ -64,6 +64,14 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
         "tp2 deepseek_v3": ("deepseek_v3", Layout(tp=2, padded=True)),
         "ep2 deepseek_v3 mtp te": ("deepseek_v3", Layout(ep=2, te=True, mtp=1)),
         "pp2 deepseek_v3 mtp": ("deepseek_v3", Layout(pp=2, mtp=1)),
+        "tp2 deepseek_v2 te": ("deepseek_v2", Layout(tp=2, te=True)),
+        "pp2 glm4_moe mtp": ("glm4_moe", Layout(pp=2, mtp=1)),
+        "tp2 gpt_oss te": ("gpt_oss", Layout(tp=2, ep=2, etp=1, te=True)),
+        "ep2 gpt_oss": ("gpt_oss", Layout(ep=2)),
+        "tp2 mimo mtp te": ("mimo", Layout(tp=2, mtp=1, te=True)),
+        "tp2 qwen3_next te": ("qwen3_next", Layout(tp=2, etp=1, ep=2, te=True)),
+        "tp2 nemotron te": ("nemotron", Layout(tp=2, te=True)),
+        "tp2 gemma te": ("gemma", Layout(tp=2, te=True)),
     },
     4: {
         "tp2 pp2 qwen3 tied te": ("qwen3 tied", Layout(tp=2, pp=2, te=True)),
@@ -74,8 +82,49 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
         "pp2 vpp2 ep2 qwen3_moe te": ("qwen3_moe", Layout(pp=2, vpp=2, ep=2, te=True)),
         "pp2 vpp2 ep2 qwen3_moe": ("qwen3_moe", Layout(pp=2, vpp=2, ep=2)),
         "tp2 pp2 deepseek_v3 mtp te": ("deepseek_v3", Layout(tp=2, pp=2, mtp=1, te=True, padded=True)),
+        "tp2 pp2 ep2 glm4_moe te": ("glm4_moe", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
     },
 }
+
+FULL: dict[int, dict[str, tuple[str, Layout]]] = {
+    2: {
+        "pp2 deepseek_v2": ("deepseek_v2", Layout(pp=2, padded=True)),
+        "ep2 deepseek_v2 te": ("deepseek_v2", Layout(ep=2, te=True)),
+        "etp2 deepseek_v2": ("deepseek_v2", Layout(tp=2, etp=2)),
+        "tp2 kimi_k2 te": ("kimi_k2", Layout(tp=2, te=True)),
+        "pp2 kimi_k2": ("kimi_k2", Layout(pp=2)),
+        "ep2 kimi_k2 te": ("kimi_k2", Layout(ep=2, te=True)),
+        "tp2 glm4_moe te": ("glm4_moe", Layout(tp=2, ep=2, etp=1, te=True)),
+        "etp2 glm4_moe mtp": ("glm4_moe", Layout(tp=2, etp=2, mtp=1, padded=True)),
+        "ep2 glm4_moe mtp te": ("glm4_moe", Layout(ep=2, mtp=1, te=True)),
+        "tp2 mixtral te": ("mixtral", Layout(tp=2, ep=2, etp=1, te=True)),
+        "etp2 mixtral": ("mixtral", Layout(tp=2, etp=2, padded=True)),
+        "pp2 mixtral te": ("mixtral", Layout(pp=2, te=True)),
+        "ep2 mixtral": ("mixtral", Layout(ep=2)),
+        "ep2 gpt_oss te": ("gpt_oss", Layout(ep=2, te=True)),
+        "tp2 gpt_oss": ("gpt_oss", Layout(tp=2, etp=1, padded=True, trains=False)),
+        "pp2 gpt_oss te": ("gpt_oss", Layout(pp=2, te=True)),
+        "dp2 gpt_oss te bf16": ("gpt_oss", Layout(te=True, dtype=torch.bfloat16)),
+        "pp2 mimo mtp": ("mimo", Layout(pp=2, mtp=1)),
+        "tp2 mimo": ("mimo", Layout(tp=2, padded=True)),
+        "tp2 seed_oss te": ("seed_oss", Layout(tp=2, te=True)),
+        "pp2 seed_oss": ("seed_oss", Layout(pp=2)),
+        "ep2 olmoe te": ("olmoe", Layout(ep=2, te=True)),
+        "pp2 olmoe": ("olmoe", Layout(pp=2)),
+        "pp2 qwen3_next te": ("qwen3_next", Layout(pp=2, te=True)),
+        "tp2 qwen3_next mtp te": ("qwen3_next", Layout(tp=2, etp=2, mtp=1, te=True)),
+        "pp2 nemotron te": ("nemotron", Layout(pp=2, te=True)),
+        "pp2 gemma te": ("gemma", Layout(pp=2, te=True, padded=True)),
+    },
+    4: {
+        "tp2 pp2 ep2 gpt_oss te": ("gpt_oss", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
+        "tp2 pp2 glm4_moe mtp te": ("glm4_moe", Layout(tp=2, pp=2, mtp=1, te=True)),
+        "tp2 pp2 ep2 mixtral te": ("mixtral", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
+        "tp2 pp2 mimo mtp te": ("mimo", Layout(tp=2, pp=2, mtp=1, te=True)),
+        "tp2 pp2 ep2 qwen3_next mtp te": ("qwen3_next", Layout(tp=2, pp=2, ep=2, etp=1, mtp=1, te=True)),
+    },
+}
+"""Further combinations, for `make test-full`."""
 
 
 def raw(chunks: list[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -140,16 +189,16 @@ def mixtral() -> Architecture:
 
 def registered_by_decorator(checkpoints: Path) -> Result:
     """A model that no architecture is registered for, until one is; and one that is given to the adapter alone."""
-    hf = config_of("mixtral", checkpoints)
+    hf = config_of("mixtral", checkpoints) | {"model_type": "our_mixtral"}
     layout = Layout(ep=2, te=True)
     layout.enter()
     chunks = train(build(hf, layout))
     result: Result = {"place": place(), "unknown": refused(lambda: MegatronAdapter(chunks, hf))}
     given = MegatronAdapter(chunks, hf, architecture=mixtral()).manifest()
-    megatron_architecture("mixtral")(mixtral)
+    megatron_architecture("our_mixtral")(mixtral)
     adapter = MegatronAdapter(chunks, hf)
     try:
-        megatron_architecture("mixtral")(mixtral)
+        megatron_architecture("our_mixtral")(mixtral)
         twice = ""
     except ValueError as error:
         twice = str(error)
@@ -341,7 +390,7 @@ def refuse(checkpoints: Path) -> Result:
     if second:
         del chunks[0].decoder.layers[1].mlp.extra
     out["no config"] = refused(lambda: source_for(chunks, hf_config=None if second else hf))
-    out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "gpt_oss"}))
+    out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "glm4"}))
     out["tied"] = refused(lambda: MegatronAdapter(chunks, hf | {"tie_word_embeddings": True}))
     out["vocabulary"] = refused(lambda: MegatronAdapter(chunks, hf | {"vocab_size": 250 - second}))
     out["fine"] = refused(lambda: MegatronAdapter(chunks, hf))
@@ -382,7 +431,6 @@ def fallback_to_megatron_bridge(checkpoints: Path) -> Result:
 
     source = ExportAdapter(export)
     result: Result = {
-        "unknown": refused(lambda: MegatronAdapter(chunks, config_of("gemma", checkpoints))),
         "loaded": observe(source),
     }
     shift(chunks)
@@ -440,9 +488,11 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
 
 
 def lora_without_a_rule(checkpoints: Path) -> Result:
-    """An adapter for each of queries, keys and values, where the layer has them in one; and rows that are scaled."""
+    """An adapter for each of queries, keys and values, where the layer has them in one; rows that are scaled; and an adapter,
+    sent alone, of a layer whose columns the checkpoint has in another order."""
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.dora import DoRA
+    from megatron.bridge.peft.lora import LoRA
 
     hf = config_of("qwen3", checkpoints)
     Layout().enter()
@@ -451,12 +501,16 @@ def lora_without_a_rule(checkpoints: Path) -> Result:
         chunks = build(hf, Layout())
         kind(dim=4)(chunks)
         out[kind.__name__] = refused(partial(MegatronAdapter, chunks, hf))
+    hf = config_of("mimo", checkpoints)
+    chunks = build(hf, Layout(mtp=1))
+    LoRA(target_modules=["eh_proj"], dim=4)(chunks)
+    out["other order"] = refused(partial(MegatronLoRAAdapter, chunks, hf))
     return out
 
 
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
     2: {
-        "ep2 mixtral": registered_by_decorator,
+        "ep2 our mixtral": registered_by_decorator,
         "tp2 phi3": registered_by_a_plugin,
         "disagree": rules_and_marks_that_disagree,
         "gated attention": gated_attention,
@@ -476,6 +530,7 @@ SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
         "lora etp2 qwen3_moe te": lora(
             "qwen3_moe", Layout(tp=2, etp=2, te=True), "linear_qkv", "linear_fc1", "linear_fc2"
         ),
+        "lora ep2 gpt_oss": lora("gpt_oss", Layout(ep=2), "linear_fc1", "linear_fc2"),
         "lora without a rule": lora_without_a_rule,
     },
     4: {"lora tp2 pp2 qwen3 te": lora("qwen3", Layout(tp=2, pp=2, te=True), "linear_proj", "*.layers.1.*.linear_fc1")},
@@ -490,17 +545,18 @@ def inner(wrapped: list[Any]) -> list[Any]:
     return [one.module for one in wrapped]
 
 
-def main(out: Path, checkpoints: Path) -> None:
+def main(out: Path, checkpoints: Path, *, further: bool) -> None:
     torch.set_num_threads(1)
     os.environ["WEIGHTWIRE_PLUGINS"] = "tests.trainers.phi3_plugin"
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     results: dict[str, Result] = {}
     only = os.environ.get("ONLY", "")
     began_s = time.monotonic()
+    combinations = (FULL if further else CASES)[dist.get_world_size()]
     cases: dict[str, Callable[[Path], Result]] = {
-        name: partial(combination, kind, layout) for name, (kind, layout) in CASES[dist.get_world_size()].items()
+        name: partial(combination, kind, layout) for name, (kind, layout) in combinations.items()
     }
-    for name, case in (cases | SPECIAL[dist.get_world_size()]).items():
+    for name, case in (cases | ({} if further else SPECIAL[dist.get_world_size()])).items():
         if re.search(only, name) is None:
             continue
         print(f"{time.monotonic() - began_s:.1f} s: {name}", flush=True)
@@ -521,4 +577,4 @@ if __name__ == "__main__":
     fake_transformer_engine()
     BRIDGE = import_bridge()
     without_fused_kernels()
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), further=sys.argv[3:] == ["further"])

@@ -17,6 +17,7 @@ from trainer_adapters.sources.megatron import (
     Architecture,
     ColumnParallel,
     GatedMLP,
+    InterleavedMLP,
     ModelDims,
     Norm,
     NotSent,
@@ -25,6 +26,7 @@ from trainer_adapters.sources.megatron import (
     architectures,
     decoder_layer,
     megatron_architecture,
+    stacked,
 )
 from trainer_adapters.sources.megatron.chunks import Chunk
 from trainer_adapters.sources.megatron.dims import ParallelPlace, check_marks, partition_dim
@@ -71,6 +73,11 @@ DIVIDED = {"tensor_model_parallel": True, "partition_stride": 1}
         (OfOnesOwn(), "weight", weight(**DIVIDED, partition_dim=1), 1),
         (OfOnesOwn(), "weight", weight(tensor_model_parallel=False, partition_dim=-1), None),
         (OfOnesOwn(), "weight", weight(), None),
+        # Of gated delta nets, as built and after Megatron has set what is missing; and of attention, which Megatron doesn't mark.
+        (OfOnesOwn(), "A_log", weight(1, tensor_model_parallel=True), 0),
+        (OfOnesOwn(), "A_log", weight(1, tensor_model_parallel=True, partition_dim=-1), 0),
+        (OfOnesOwn(), "softmax_offset", weight(1), 0),
+        (OfOnesOwn(), "softmax_offset", weight(1, tensor_model_parallel=False, partition_dim=-1), 0),
         (ColumnParallelLinear(), "weight", weight(), 0),
         (ColumnParallelLinear(), "bias", weight(1), 0),
         (VocabParallelEmbedding(), "weight", weight(), 0),
@@ -133,9 +140,9 @@ def test_gates_and_ups_of_all_ranks_are_all_rows() -> None:
     assert [tuple(run) for run in runs] == [(0, 0, 2), (1, 0, 2), (0, 2, 2), (1, 2, 2)]
 
 
-def chunk(architecture: Architecture, place: ParallelPlace) -> Chunk:
+def chunk(architecture: Architecture, place: ParallelPlace, **config: Any) -> Chunk:
     model = nn.Module()
-    model.config = SimpleNamespace()
+    model.config = SimpleNamespace(**config)
     return Chunk(model, architecture, vocab_size=0, tied=False, place=place, layer_offset=2, mtp_offset=0, adapted={})
 
 
@@ -151,6 +158,18 @@ def test_a_rank_holds_its_part_of_the_dimension_that_megatron_divides() -> None:
     (held,) = boxes_of_parameters([chunk(own, second_of_two)], tensors)
     assert (held.box.name, held.box.shape) == ("model.layers.3.o_proj.weight", (4, 8))
     assert (held.box.offsets, held.box.sizes) == ((0, 4), (4, 4))
+
+
+def test_experts_that_the_checkpoint_has_in_one_tensor_are_rearranged_into_their_part_of_it() -> None:
+    own = Architecture((stacked(InterleavedMLP("fc1.weight{expert}", "gate_up"), transposed=True),))
+    second_of_two = ParallelPlace(0, 1, expert_tp_rank=1, expert_tp_size=2, ep_rank=1, ep_size=2, pp_rank=0)
+    model = chunk(own, second_of_two, num_moe_experts=6, gated_linear_unit=True)
+    part = weight(**DIVIDED, partition_dim=0)
+    part.data = torch.arange(12.0).view(4, 3)  # two rows of the gate, two of the up projection; three inputs
+    (held,) = boxes_of_parameters([model], {(0, "fc1.weight2"): part})
+    assert (held.box.name, held.box.shape) == ("gate_up", (6, 3, 8))
+    assert (held.box.offsets, held.box.sizes) == ((5, 0, 4), (1, 3, 4)), "the second half of the last expert"
+    assert held.rearranged is not None and torch.equal(held.rearranged(part.data)[0], part.data[[0, 2, 1, 3]].T)
 
 
 def test_where_one_rank_holds_everything_it_does_not_matter_how_it_would_be_divided() -> None:
@@ -195,7 +214,7 @@ def test_a_plug_in_adds_an_architecture_beside_ours(plugin: Any) -> None:
     assert "model_of_ones_own" not in architectures()
     plugin(model_of_ones_own=own)
     assert architectures()["model_of_ones_own"] is own
-    assert {"llama", "qwen3_moe", "deepseek_v3"} < architectures().keys()
+    assert {"llama", "qwen3_moe", "deepseek_v3", "kimi_k2"} < architectures().keys()
 
 
 def test_a_model_type_that_has_an_architecture_gets_no_second_one(plugin: Any) -> None:

@@ -12,6 +12,7 @@ from trainer_adapters.sources.megatron.rules import (
     QKV,
     ColumnParallel,
     GatedMLP,
+    InterleavedMLP,
     Norm,
     NotSent,
     Replicated,
@@ -20,11 +21,13 @@ from trainer_adapters.sources.megatron.rules import (
     Run,
     VocabParallel,
     decoder_layer,
+    mtp_decoder_layer,
     mtp_layer,
+    stacked,
 )
 
 __all__ = [
-    "PADDING", "QKV", "Architecture", "ColumnParallel", "GatedMLP", "ModelDims", "Norm", "NotSent", "Replicated",
-    "RowParallel", "Rule", "Run", "VocabParallel", "architectures", "decoder_layer", "families",
-    "megatron_architecture", "mtp_layer",
+    "PADDING", "QKV", "Architecture", "ColumnParallel", "GatedMLP", "InterleavedMLP", "ModelDims", "Norm", "NotSent",
+    "Replicated", "RowParallel", "Rule", "Run", "VocabParallel", "architectures", "decoder_layer", "families",
+    "megatron_architecture", "mtp_decoder_layer", "mtp_layer", "stacked",
 ]  # fmt: skip

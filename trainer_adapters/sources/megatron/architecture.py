@@ -15,7 +15,8 @@ from trainer_adapters.sources.megatron.rules import Rule
 __all__ = ["Architecture", "Match", "architectures", "megatron_architecture"]
 
 MTP_DECODER_LAYER = re.compile(r"mtp\.layers\.(?P<mtp>\d+)\.(?:transformer_layer|mtp_model_layer)\.(?P<rest>.+)")
-"""The decoder layer inside a multi-token-prediction layer, whose name changed between Megatron's versions."""
+"""The decoder layer inside a multi-token-prediction layer, whose name changed between Megatron's versions: rules call it
+`transformer_layer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,15 @@ class Architecture:
 
     def match(self, name: str) -> Match | None:
         """The rule of a parameter, whose name has no wrapper's prefix; None if no rule fits."""
+        inside = MTP_DECODER_LAYER.fullmatch(name)
+        if inside is not None:
+            name = f"mtp.layers.{inside['mtp']}.transformer_layer.{inside['rest']}"
         for pattern, rule in self._patterns:
             if (found := pattern.fullmatch(name)) is not None:
                 groups = found.groupdict()
                 numbers = {key: int(groups[key]) for key in ("layer", "mtp", "expert") if key in groups}
                 return Match(rule, **numbers, word=groups.get("word", ""))
-        if (inside := MTP_DECODER_LAYER.fullmatch(name)) is None:
+        if inside is None:
             return None
         found_there = self.match(f"decoder.layers.0.{inside['rest']}")
         if found_there is None:

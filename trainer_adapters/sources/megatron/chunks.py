@@ -94,6 +94,11 @@ class Chunk:
             )
         return runs
 
+    @property
+    def experts(self) -> int:
+        """Number of experts in a layer, over all ranks; 0 if the model has none."""
+        return getattr(self.model.config, "num_moe_experts", None) or 0
+
     def numbers(self, match: Match) -> tuple[str, int, int]:
         """ "model", "decoder" or "mtp"; the layer there and the expert, counted over all ranks from 0; -1 if there is none."""
         where, layer = "model", -1
@@ -106,7 +111,7 @@ class Chunk:
         return (
             where,
             layer,
-            match.expert + self.place.ep_rank * (self.model.config.num_moe_experts // self.place.ep_size),
+            match.expert + self.place.ep_rank * (self.experts // self.place.ep_size),
         )
 
     def names(self, match: Match) -> list[str]:

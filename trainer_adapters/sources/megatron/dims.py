@@ -103,16 +103,20 @@ def partition_dim(layer: Any, name: str, parameter: torch.Tensor) -> int | None:
     """The dimension of `parameter` (named `name` in its `layer`) that tensor parallelism divides; None if each tensor-parallel
     rank holds all of it.
 
-    The parameter's own marks say so: `tensor_model_parallel` and `partition_dim`. For two kinds these marks mean nothing, and
+    The parameter's own marks say so: `tensor_model_parallel` and `partition_dim` (Megatron leaves it out, or at -1, where the
+    layer itself made the parameter, by dimension 0: `GatedDeltaNet`). For two kinds these marks mean nothing, and
     the class of the layer decides:
 
     - a parameter built without initialisation (by a converter, for example) has no marks, or `tensor_model_parallel=False`,
-      which Megatron gives every unmarked parameter;
+      which Megatron gives every unmarked parameter; neither Megatron nor Transformer Engine marks `softmax_offset`, one for each
+      of this rank's heads;
     - Transformer Engine marks each layer without a `parallel_mode` as divided along dimension 0, even if it is duplicated on all
       ranks, or is a layer of experts that Megatron divided itself along either dimension.
     """
     if getattr(parameter, "tensor_model_parallel", False) and _marks_are_meant(layer):
-        return int(parameter.partition_dim)  # type: ignore[attr-defined]
+        return max(0, int(getattr(parameter, "partition_dim", -1)))
+    if name == "softmax_offset":
+        return 0
     if not name.startswith(("weight", "bias")):  # a norm that is fused into the layer
         return None
     kinds = [kind.__name__ for kind in type(layer).__mro__]

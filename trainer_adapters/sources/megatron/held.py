@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ ParameterKey = tuple[int, str]
 @dataclass(frozen=True, slots=True)
 class ParameterBox:
     """A box of a checkpoint tensor, and the place of its values: at `starts` of the rank's `parameter`, which begins at `origin`
-    of the whole parameter. `added`: a number to add to each value. `adapted`: an adapter's product is added."""
+    of the whole parameter. `added`: a number to add to each value. `adapted`: an adapter's product is added. `rearranged`: copies
+    the rank's whole parameter into the checkpoint's order and dimensions, and `starts` are those of the copy."""
 
     box: HeldBox
     parameter: ParameterKey
@@ -39,6 +40,7 @@ class ParameterBox:
     origin: tuple[int, ...]
     added: float
     adapted: bool
+    rearranged: Callable[[torch.Tensor], torch.Tensor] | None
 
 
 def described(chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tensor]) -> dict[ParameterKey, str]:
@@ -74,7 +76,7 @@ def inventory_of(chunks: Sequence[Chunk], boxes: Sequence[ParameterBox]) -> Inve
     parts = {chunk.numbers(chunk.match(name, tensor)) for chunk in chunks for name, tensor in chunk.stream()}
     facts = {
         "layers": config.num_layers,
-        "experts": getattr(config, "num_moe_experts", None) or 0,
+        "experts": chunks[0].experts,
         "MTP layers": getattr(config, "mtp_num_layers", None) or 0,
         "vocabulary": chunks[0].vocab_size,
         "tied embeddings": chunks[0].tied,
@@ -109,7 +111,8 @@ def check_complete(inventories: Sequence[Inventory]) -> None:
 def _boxes(chunk: Chunk, key: ParameterKey, tensor: torch.Tensor) -> Iterator[ParameterBox]:
     name = key[1]
     match = chunk.match(name, tensor)
-    if not match.rule.names:
+    rule = match.rule
+    if not rule.names:
         return
     rank, ways = chunk.place.tensor_parallel(by_expert=match.expert is not None)
     shape = tuple(tensor.shape)
@@ -117,6 +120,7 @@ def _boxes(chunk: Chunk, key: ParameterKey, tensor: torch.Tensor) -> Iterator[Pa
     along, first, rows = (dim, rank * shape[dim], ways * shape[dim]) if dim is not None else (0, 0, shape[0])
     runs = chunk.runs(name, match, rows)
     names = chunk.names(match)
+    _, _, expert = chunk.numbers(match)
     sizes = [max((run.start + run.rows for run in runs if run.part == part), default=0) for part in range(len(names))]
     layer, _, word = name.rpartition(".")
     none = (0,) * len(shape)
@@ -127,17 +131,18 @@ def _boxes(chunk: Chunk, key: ParameterKey, tensor: torch.Tensor) -> Iterator[Pa
             yield ParameterBox(
                 HeldBox(
                     name=names[run.part],
-                    dtype=dtype_name(match.rule.dtype(tensor.dtype)),
-                    shape=_with(shape, along, sizes[run.part]),
-                    offsets=_with(none, along, run.start + low - row),
-                    sizes=_with(shape, along, high - low),
+                    dtype=dtype_name(rule.dtype(tensor.dtype)),
+                    shape=rule.placed(_with(shape, along, sizes[run.part]), chunk.experts),
+                    offsets=rule.placed(_with(none, along, run.start + low - row), expert),
+                    sizes=rule.placed(_with(shape, along, high - low), 1),
                     turn=chunk.place.pp_rank * ways + rank,
                 ),
                 key,
-                starts=_with(none, along, low - first),
+                starts=rule.placed(_with(none, along, low - first), 0),
                 origin=_with(none, along, first),
-                added=match.rule.added(match.word, chunk.dims(match)),
+                added=rule.added(match.word, chunk.dims(match)),
                 adapted=layer in chunk.adapted and word.startswith("weight"),
+                rearranged=rule.rearranged if rule.rearranges else None,
             )
         row += run.rows
 

@@ -111,6 +111,12 @@ def _factors(number: int, chunk: Chunk) -> Iterator[tuple[HeldBox, _Factor]]:
     for name, one in chunk.adapted.items():
         weight = weights[f"{name}.weight"]
         match = chunk.match(f"{name}.weight", weight)
+        if match.rule.rearranges:
+            raise ManifestMismatch(
+                f"the checkpoint orders the weight of {name} differently, and an adapter's A and B have no such order",
+                hint="send the merged model with MegatronAdapter",
+                side="trainer",
+            )
         rows = one.b[0] * ways
         all_rows = [Run(0, 0, rows)]
         if chunk.partition_dim(f"{name}.weight", match, weight) != 1:  # else rules count the weight's columns

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -24,8 +24,8 @@ import torch
 from trainer_adapters.sources.megatron.dims import ModelDims
 
 __all__ = [
-    "PADDING", "QKV", "ColumnParallel", "GatedMLP", "Norm", "NotSent", "Replicated", "RowParallel", "Rule", "Run",
-    "VocabParallel", "decoder_layer", "mtp_layer",
+    "PADDING", "QKV", "ColumnParallel", "GatedMLP", "InterleavedMLP", "Norm", "NotSent", "Replicated", "RowParallel", "Rule",
+    "Run", "VocabParallel", "decoder_layer", "mtp_decoder_layer", "mtp_layer", "stacked",
 ]  # fmt: skip
 
 PADDING = -1
@@ -56,6 +56,10 @@ class Rule(ABC):
     strides: tuple[int, ...] = (1,)
     """Values of Megatron's `partition_stride` for which `runs` is correct."""
 
+    is_stacked = is_transposed = False
+    """The checkpoint has the tensors of all experts in one, with the expert's number as dimension 0; it has a matrix with its
+    dimensions swapped. `stacked` makes such a rule."""
+
     def __init__(self, megatron: str, *names: str) -> None:
         self.megatron = megatron
         self.names = names
@@ -79,6 +83,28 @@ class Rule(ABC):
     def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
         """The runs that all `rows` make up, in order. The caller raises an error if they don't add up to `rows`."""
         yield Run(0, 0, rows)
+
+    def ordered(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter, with its values in the checkpoint's order. Runs count rows in that order, and their
+        division by rank must not change."""
+        return part
+
+    @property
+    def rearranges(self) -> bool:
+        """Whether the checkpoint has other dimensions, or another order of values, than `ordered` gets: the part is copied."""
+        return self.is_stacked or self.is_transposed or type(self).ordered is not Rule.ordered
+
+    def rearranged(self, part: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's part, with the checkpoint's dimensions."""
+        part = self.ordered(part)
+        part = part.t() if self.is_transposed else part
+        return (part.unsqueeze(0) if self.is_stacked else part).contiguous()
+
+    def placed(self, values: tuple[int, ...], expert: int) -> tuple[int, ...]:
+        """One number for each dimension of the parameter, as one for each dimension of the checkpoint's tensor. `expert`: the
+        number for the dimension that counts experts."""
+        values = values[::-1] if self.is_transposed else values
+        return (expert, *values) if self.is_stacked else values
 
     def added(self, word: str, dims: ModelDims) -> float:
         """The number to add to Megatron's values to get the checkpoint's. `word`: what `*` stands for."""
@@ -166,6 +192,23 @@ class GatedMLP(Rule):
                 yield Run(1, way * each, each)
 
 
+class InterleavedMLP(Rule):
+    """`GatedMLP`, for a checkpoint tensor in which rows of the gate and of the up projection take turns."""
+
+    strides = GatedMLP.strides
+
+    def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return (0,)
+
+    def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
+        interleaved = getattr(dims.config, "moe_mlp_glu_interleave_size", None)
+        if dims.config.gated_linear_unit and not interleaved:  # without runs the caller raises an error
+            yield Run(0, 0, rows)
+
+    def ordered(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(part.chunk(2), dim=1).flatten(0, 1)
+
+
 class QKV(Rule):
     """`QKV(megatron, q, k, v)`: rows by group of heads that share a key: the group's queries, its key, its value.
 
@@ -212,6 +255,24 @@ def mtp_layer(*rules: Rule) -> tuple[Rule, ...]:
     """Rules of a multi-token-prediction layer, whose names are given without `mtp.layers.{mtp}.` and `model.layers.{layer}.`. For
     its decoder layer, the rules of decoder layers apply where it has none of its own."""
     return _below("mtp.layers.{mtp}.", "model.layers.{layer}.", rules)
+
+
+def mtp_decoder_layer(checkpoint: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules for the decoder layer inside a multi-token-prediction layer, from rules of decoder layers: `checkpoint` replaces
+    `model.layers.{layer}.` in the checkpoint's names."""
+    copies = tuple(map(copy.copy, rules))
+    for one in copies:
+        one.megatron = one.megatron.replace("decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer.")
+        one.names = tuple(name.replace("model.layers.{layer}.", checkpoint) for name in one.names)
+    return copies
+
+
+def stacked(rule: Rule, *, transposed: bool = False) -> Rule:
+    """The rule of an expert's parameter, for a checkpoint that has the tensors of all experts in one: its name has no `{expert}`,
+    and its dimension 0 counts experts. `transposed`: it has matrices with their dimensions swapped."""
+    one = copy.copy(rule)
+    one.is_stacked, one.is_transposed = True, transposed
+    return one
 
 
 def _below(megatron: str, checkpoint: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

@@ -163,15 +163,24 @@ class MegatronAdapter(MegatronSource):
     def _slice(self, assignment: SendAssignment, tensors: Mapping[ParameterKey, torch.Tensor]) -> LocalSlice:
         held, box = self._boxes[assignment.held], assignment.box
         starts = tuple(s + o - h for s, o, h in zip(held.starts, box.offsets, held.box.offsets, strict=True))
-        values = narrowed(tensors[held.parameter].detach(), starts, box.sizes)
+        values = tensors[held.parameter].detach()
+        begin = held.origin
+        if held.rearranged is None:
+            values = narrowed(values, starts, box.sizes)
+            begin = tuple(map(sum, zip(held.origin, starts, strict=True)))
+        is_computed = True
         if held.adapted and self.factors is not None:
             layer = held.parameter[0], held.parameter[1].rpartition(".")[0]
-            made = self.factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
+            values = self.factors.merged(layer, values, begin)
         elif held.added:
-            made = exact_copy(values).add_(held.added)
+            values = exact_copy(values).add_(held.added)
         else:
-            return LocalSlice(box, values)
-        return LocalSlice(box, made.to(torch_dtype(self._manifest.tensors[box.tensor].dtype)))
+            is_computed = False
+        if held.rearranged is not None:
+            values = narrowed(held.rearranged(values), starts, box.sizes)
+        if is_computed:
+            values = values.to(torch_dtype(self._manifest.tensors[box.tensor].dtype))
+        return LocalSlice(box, values)
 
     def _tensors(self) -> dict[ParameterKey, torch.Tensor]:
         """The current parameters and buffers. Raises `ManifestMismatch` if they differ from those of the exchange."""

@@ -1,5 +1,5 @@
 """Weightwire's own Megatron architectures, one file per family. Importing this package registers them."""
 
-from trainer_adapters.sources.megatron.families import deepseek, llama, qwen
+from trainer_adapters.sources.megatron.families import deepseek, glm, gpt_oss, llama, mimo, mixtral, nemotron, qwen
 
-__all__ = ["deepseek", "llama", "qwen"]
+__all__ = ["deepseek", "glm", "gpt_oss", "llama", "mimo", "mixtral", "nemotron", "qwen"]

@@ -3,6 +3,8 @@ fuses into the next linear layer is `linear_qkv.layer_norm_weight`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from trainer_adapters.sources.megatron.rules import (
@@ -17,9 +19,15 @@ from trainer_adapters.sources.megatron.rules import (
     decoder_layer,
 )
 
-__all__ = ["ATTENTION", "MLA", "MLP", "MODEL", "MOE", "NORMS", "QK_NORM", "experts"]
+__all__ = ["ATTENTION", "MLA", "MLP", "MODEL", "MOE", "NORMS", "QK_NORM", "experts", "zero_centered"]
 
 Rules = tuple[Rule, ...]
+
+
+def zero_centered(rules: Iterable[Rule]) -> Rules:
+    """The same rules, for a checkpoint that holds the weights of norms minus one."""
+    return tuple(Norm(one.megatron, *one.names, zero_centered=True) if isinstance(one, Norm) else one for one in rules)
+
 
 MODEL: Rules = (
     VocabParallel("embedding.word_embeddings.weight", "model.embed_tokens.weight"),

@@ -1,4 +1,4 @@
-"""DeepSeek V3: multi-head latent attention, shared experts, multi-token prediction."""
+"""DeepSeek V2 and V3, and what is made like them: multi-head latent attention, shared experts, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ MTP = mtp_layer(
     Norm("final_layernorm.*", "shared_head.norm.*"),
 )
 
+MTP_TIES = {
+    "model.layers.{layer}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{layer}.shared_head.head.weight": "lm_head.weight",
+}
 
-@megatron_architecture("deepseek_v3")
+
+@megatron_architecture("deepseek_v2", "deepseek_v3", "kimi_k2")
 def deepseek_v3() -> Architecture:
-    return Architecture(
-        (*MODEL, *NORMS, *MLA, *MLP, *MOE, *SHARED_EXPERTS, *MTP),
-        mtp_ties={
-            "model.layers.{layer}.embed_tokens.weight": "model.embed_tokens.weight",
-            "model.layers.{layer}.shared_head.head.weight": "lm_head.weight",
-        },
-    )
+    return Architecture((*MODEL, *NORMS, *MLA, *MLP, *MOE, *SHARED_EXPERTS, *MTP), mtp_ties=MTP_TIES)

@@ -1,13 +1,26 @@
-"""Qwen from its third generation on, and its mixtures of experts."""
+"""Qwen from its third generation on, its mixtures of experts, and Qwen3-Next with its gated delta nets."""
 
 from __future__ import annotations
 
-from trainer_adapters.sources.megatron.architecture import Architecture, megatron_architecture
-from trainer_adapters.sources.megatron.families.common import MOE, QK_NORM
-from trainer_adapters.sources.megatron.families.llama import llama
-from trainer_adapters.sources.megatron.rules import GatedMLP, Replicated, RowParallel, decoder_layer
+from collections.abc import Iterator
 
-__all__ = ["qwen2_moe", "qwen3", "qwen3_moe"]
+from trainer_adapters.sources.megatron.architecture import Architecture, megatron_architecture
+from trainer_adapters.sources.megatron.dims import ModelDims
+from trainer_adapters.sources.megatron.families.common import ATTENTION, MLP, MODEL, MOE, NORMS, QK_NORM, zero_centered
+from trainer_adapters.sources.megatron.families.llama import llama
+from trainer_adapters.sources.megatron.rules import (
+    ColumnParallel,
+    GatedMLP,
+    Norm,
+    Replicated,
+    RowParallel,
+    Rule,
+    Run,
+    decoder_layer,
+    mtp_decoder_layer,
+)
+
+__all__ = ["qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
 
 SHARED_EXPERT = decoder_layer(
     GatedMLP(
@@ -30,6 +43,74 @@ def qwen2_moe() -> Architecture:
     return llama().extended((*MOE, *SHARED_EXPERT))
 
 
-@megatron_architecture("qwen3_moe")
+@megatron_architecture("qwen3_moe", "olmoe")
 def qwen3_moe() -> Architecture:
     return qwen3().extended((*MOE, *SHARED_EXPERT))
+
+
+class _DeltaNetInput(Rule):
+    """Each rank holds the queries, keys, values, output gates, betas and alphas of its heads, one after the other. The checkpoint
+    has, for each head of the keys, its query, key, values and gates in one tensor, its betas and alphas in the other."""
+
+    parts = 2
+
+    def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return (0,)
+
+    def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
+        heads, per_head = dims.config.linear_num_key_heads, _values_per_key(dims)
+        key, value = dims.config.linear_key_head_dim, per_head * dims.config.linear_value_head_dim
+        for way in range(dims.ways):
+            for part, sizes in ((0, (key, key, value, value)), (1, (per_head, per_head))):
+                for i, size in enumerate(sizes):
+                    for head in range(way * heads // dims.ways, (way + 1) * heads // dims.ways):
+                        yield Run(part, head * sum(sizes) + sum(sizes[:i]), size)
+
+
+class _DeltaNetConvolution(Rule):
+    """Each rank holds its rows of the queries, of the keys, of the values. The checkpoint has all rows of the queries first."""
+
+    def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return (0,)
+
+    def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
+        heads, key = dims.config.linear_num_key_heads, dims.config.linear_key_head_dim
+        sizes = heads * key, heads * key, heads * _values_per_key(dims) * dims.config.linear_value_head_dim
+        for way in range(dims.ways):
+            for i, size in enumerate(sizes):
+                yield Run(0, sum(sizes[:i]) + way * size // dims.ways, size // dims.ways)
+
+
+def _values_per_key(dims: ModelDims) -> int:
+    return int(dims.config.linear_num_value_heads // dims.config.linear_num_key_heads)
+
+
+DELTA_NET = (
+    *zero_centered(decoder_layer(Norm("self_attention.in_proj.layer_norm_*", "input_layernorm.*"))),
+    *decoder_layer(
+        _DeltaNetInput("self_attention.in_proj.*", "linear_attn.in_proj_qkvz.*", "linear_attn.in_proj_ba.*"),
+        _DeltaNetConvolution("self_attention.conv1d.weight", "linear_attn.conv1d.weight"),
+        ColumnParallel("self_attention.A_log", "linear_attn.A_log"),
+        ColumnParallel("self_attention.dt_bias", "linear_attn.dt_bias"),
+        Norm("self_attention.out_norm.*", "linear_attn.norm.*"),
+        RowParallel("self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
+    ),
+)
+
+
+@megatron_architecture("qwen3_next")
+def qwen3_next() -> Architecture:
+    layers = (*zero_centered((*NORMS, *QK_NORM)), *ATTENTION, *MLP, *MOE, *SHARED_EXPERT)
+    at = "mtp.layers.{mtp}."
+    mtp = (
+        *zero_centered(
+            (
+                Norm(f"{at}enorm.*", "mtp.pre_fc_norm_embedding.*"),
+                Norm(f"{at}hnorm.*", "mtp.pre_fc_norm_hidden.*"),
+                Norm(f"{at}final_layernorm.*", "mtp.norm.*"),
+            )
+        ),
+        ColumnParallel(f"{at}eh_proj.weight", "mtp.fc.weight", may_be_duplicated=True),
+        *mtp_decoder_layer(at, layers),
+    )
+    return Architecture((*zero_centered(MODEL), *layers, *DELTA_NET, *mtp))
