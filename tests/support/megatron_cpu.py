@@ -192,6 +192,7 @@ def fake_transformer_engine() -> None:
     import megatron.core.transformer.multi_latent_attention as mla
     import megatron.core.transformer.transformer_block as transformer_block
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.parallel_state import get_expert_tensor_parallel_world_size
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -266,13 +267,12 @@ def fake_transformer_engine() -> None:
             config: Any,
             bias: bool,
             skip_bias_add: bool,
-            pg_collection: Any,
             **_: Any,
         ) -> None:
             super().__init__()
             self.num_gemms, self.config, self.skip_bias_add = experts, config, skip_bias_add
             shape = [output_size, input_size]
-            shape[self.dim] //= pg_collection.expt_tp.size()
+            shape[self.dim] //= get_expert_tensor_parallel_world_size()
             self.out_features, self.in_features = shape
             for i in range(experts):
                 weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))

@@ -219,7 +219,8 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": kind in ("qwen2", "qwen2_moe", "mimo") or bool(hf.get("attention_bias")),
-        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe", "glm4_moe") or "kv_lora_rank" in hf,
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe")
+        or bool(hf.get("use_qk_norm") or hf.get("kv_lora_rank")),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
@@ -281,7 +282,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
             "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": 4,
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
             "deterministic_mode": True,  # whose gated delta rule is torch's
         }
     if "first_k_dense_replace" in hf:

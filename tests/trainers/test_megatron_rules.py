@@ -29,7 +29,7 @@ from trainer_adapters.sources.megatron import (
     stacked,
 )
 from trainer_adapters.sources.megatron.chunks import Chunk
-from trainer_adapters.sources.megatron.dims import ParallelPlace, check_marks, partition_dim
+from trainer_adapters.sources.megatron.dims import ParallelPlace, check_gathered, check_marks, partition_dim
 from trainer_adapters.sources.megatron.held import boxes_of_parameters
 
 
@@ -108,6 +108,23 @@ def test_marks_that_the_rule_does_not_know_are_refused_by_name() -> None:
     with pytest.raises(ManifestMismatch, match="fc has allreduce=True, so it is no expert's parameter"):
         check_marks(layer, "fc", weight(allreduce=True), strides=(1,), expert=True, ep_size=2)
     check_marks(layer, "fc", weight(allreduce=True), strides=(1,), expert=True, ep_size=1)
+
+
+class Wrapper(nn.Module):
+    """Megatron's `DistributedDataParallel`, as far as it is asked."""
+
+    def __init__(self, **group: Any) -> None:
+        super().__init__()
+        self.module = nn.Module()
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
+        self.bucket_groups = [SimpleNamespace(param_gather_handle=None, **group)]
+
+
+def test_where_megatron_does_not_tell_whether_the_optimizer_has_stepped_it_counts_as_if_it_had() -> None:
+    check_gathered(Wrapper(param_gather_dispatched=False, cached_grad_buffer_shard_list=[None]))
+    check_gathered(Wrapper(param_gather_dispatched=True))
+    with pytest.raises(ManifestMismatch, match="have not been gathered since the optimizer's step"):
+        check_gathered(Wrapper(param_gather_dispatched=False))  # Megatron-Core 0.13
 
 
 def test_of_several_rules_for_a_parameter_the_last_one_counts() -> None:

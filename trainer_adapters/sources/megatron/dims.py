@@ -193,11 +193,13 @@ def _awaits_gather(group: Any) -> bool:
     if getattr(group, "param_gather_handle", None) is not None:
         return True
     has_begun = getattr(group, "param_gather_dispatched", True)
+    shards = getattr(group, "cached_grad_buffer_shard_list", None)
     has_stepped = (
-        not getattr(group, "is_first_batch", True)
+        shards is None  # Megatron-Core before 0.14, where nothing tells a model that has never been trained
+        or not getattr(group, "is_first_batch", True)
         or bool(getattr(group, "per_param_grad_ready_counts", ()))
         # Without `overlap_grad_reduce` nothing is counted; the first reduction of gradients makes these.
-        or any(shard is not None for shard in getattr(group, "cached_grad_buffer_shard_list", ()))
+        or any(shard is not None for shard in shards)
     )
     return has_stepped and not has_begun
 
