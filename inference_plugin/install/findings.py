@@ -35,14 +35,23 @@ class LoadFindings:
         self._elsewhere: set[int] = set()
         self._numbers: Mapping[tuple[str, str], tuple[float, ...]] = {}
         self._casts: dict[str, str] = {}
+        self._cast_into: dict[str, set[str]] = defaultdict(set)
         self._wanted: dict[str, torch.dtype] = {}
 
     def wrote(self, destination: Destination, write: Placement | Fill) -> None:
         self._writes[destination.name].append(write)
 
     def has_written(self, destination: Destination) -> bool:
-        """Whether the loader has written a checkpoint tensor to this destination so far."""
-        return any(isinstance(write, Placement) for write in self._writes[destination.name])
+        """Whether the loader has written a checkpoint tensor to this destination so far, cast or not."""
+        cast = destination.name in self._cast_into
+        return cast or any(isinstance(write, Placement) for write in self._writes[destination.name])
+
+    def computes_in(self, destination: Destination) -> None:
+        """The loader computes there with what it has written: that it casts it before is a part of that, and no dtype of the
+        trainer's is wrong (vLLM's `A` of Mamba-2 in float32, of `A_log` in bfloat16)."""
+        for name in self._cast_into.get(destination.name, ()):
+            self._casts.pop(name, None)
+            self._wanted.pop(name, None)
 
     def touched(self, name: str) -> None:
         """The loader did something with this tensor."""
@@ -56,6 +65,7 @@ class LoadFindings:
         """The loader would cast this tensor."""
         self._casts.setdefault(name, f"the trainer sends {sent}, the engine holds {wanted} in {destination}")
         self._wanted.setdefault(name, wanted)
+        self._cast_into[destination].add(name)
 
     def mutated(self, source: str, how: str) -> None:
         """The loader writes to a checkpoint tensor: copies can't describe where that tensor lands."""

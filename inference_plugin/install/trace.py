@@ -189,6 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 self.findings.made_of_nothing(dest.name)
             if (held := read - {NOTHING}) and (held != {OWN + dest.name} or not self.findings.has_written(dest)):
                 self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
+            self.findings.computes_in(dest)
             how = NOTHING if NOTHING in read else "what it held before"
             self.findings.refuse(dest.name, f"computed from {how}", sent_among(origins))
             return

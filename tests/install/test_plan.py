@@ -559,6 +559,13 @@ def test_a_cast_is_refused_and_named() -> None:
     assert plan.dtype_conflicts == {"w": "the trainer sends torch.bfloat16, the engine holds torch.float32 in w"}
 
 
+def test_a_cast_is_a_part_of_what_the_loader_computes_in_place() -> None:
+    plan = refused(lambda p, t: (p.data.copy_(t), p.data.copy_(-torch.exp(p.data))), w=BF16)
+    assert plan.refusal is None
+    assert plan.refused_sources == {"w": ("w",)}
+    assert plan.dtype_conflicts == {}
+
+
 def swallow(do: Callable[[], object]) -> None:
     try:
         do()
