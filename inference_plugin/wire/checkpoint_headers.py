@@ -17,13 +17,16 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 
 
-def checkpoint_headers(model: str, revision: str | None = None) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes by name, of `model`: a directory, or a name in the hub of which this machine holds a copy.
+def checkpoint_headers(
+    model: str, revision: str | None = None, subfolder: str = ""
+) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes by name, of `model`: a directory, or a name in the hub of which this machine holds a copy. `subfolder`:
+    where in it.
 
     Asks no network. Empty where there are no safetensors files, or where they can't be read.
     """
     try:
-        return read_headers(checkpoint_directory(model, revision))
+        return read_headers(checkpoint_directory(model, revision) / subfolder)
     except Exception as error:  # noqa: BLE001 - the hub's, safetensors' or the file system's: the checkpoint is then unknown
         logger.info("weightwire: the checkpoint %s can't be read: %s: %s", model, type(error).__name__, error)
         return {}

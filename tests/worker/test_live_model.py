@@ -111,6 +111,13 @@ def test_what_vllm_reads_from_files_beside_the_checkpoint_counts_as_filled_by_it
     assert held() == ["body.weight"]
     assert held("head.") == ["body.weight", "head.weight"]
     assert held("") == []  # of these the names are unknown
+    (tmp_path / "encoder").mkdir()
+    save_file({"own.weight": torch.ones(2, 2)}, tmp_path / "encoder" / "model.safetensors")
+    skeleton.secondary_weights = [
+        SimpleNamespace(prefix="", model_or_path=str(tmp_path), revision=None, subfolder="encoder")
+    ]
+    model = VllmModel(skeleton, torch.device("cpu"), config, settings, Skeleton(skeleton, {}))
+    assert sorted(model.checkpoint()) == ["body.weight", "own.weight"]  # Kimi-Audio's encoder
 
 
 class Router(nn.Module):

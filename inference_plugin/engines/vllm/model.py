@@ -79,15 +79,22 @@ class VllmModel(LiveModel):
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """With what vLLM reads from other files (BGE-M3's heads, Ultravox's towers), under the names of the parameters: such a
-        file may be no safetensors. Empty where nothing tells the names."""
-        prefixes = tuple(source.prefix for source in getattr(self.skeleton, "secondary_weights", ()))
-        if "" in prefixes:
-            return {}
+        file may be no safetensors. Kimi-Audio's encoder lies in a subfolder, under names of its own. Empty where nothing tells
+        the names."""
+        sources: Any = getattr(self.skeleton, "secondary_weights", ())
+        prefixes = tuple(source.prefix for source in sources if source.prefix)
         beside = {
             name: (tuple(parameter.shape), parameter.dtype)
             for name, parameter in self.skeleton.named_parameters()
             if name.startswith(prefixes)
         }
+        for source in sources:
+            if not source.prefix:
+                place = getattr(source, "subfolder", None)
+                held = checkpoint_headers(source.model_or_path, source.revision, place) if place else {}
+                if not held:
+                    return {}
+                beside |= held
         return {**checkpoint_headers(self.model_config.model, self.model_config.revision), **beside}
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
