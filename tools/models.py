@@ -179,22 +179,25 @@ tensors, and the checkpoint has the published names and configuration. Others th
 name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel on a CPU: the tests multiply.
 
 Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
-sounds only, *kimi-k2.5*, *cohere2-vision*, *llama4-vision*, *llava-next-video*, *minicpm-o2.6*, *muse-glimmer*, *ovis2.5* and
-*step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared as part of what the modules reach.
-[Which of them were updated with a request about an image in flight](support.md) says what else is known.
+sounds only, *kimi-k2.5*, *cohere2-vision*, *keye*, *keye-vl-1.5*, *llama4-vision*, *llava-next-video*, *minicpm-o2.6*,
+*muse-glimmer*, *ovis2.5* and *step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared
+as part of what the modules reach. [Which of them were updated with a request about an image in flight](support.md) says what
+else is known.
 
-The configurations of *internvl-chat*, *kimi-vl*, *minicpm-...2.6*, *ernie4.5-vl*, *ovis2.5*, *dots-ocr*, *step3-vl*,
-*bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*, *nomic-embedding*, *gte-...*, *snowflake-embedding* and
-*jina-v3-embedding* come as code in the checkpoint, as published ones do; *ernie4.5-vl*, *kimi-vl* and *minicpm-...2.6* have
-processors of the tests, *granite-speech* ears of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is
-that of the checkpoint which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the
-packed layout.
+The configurations of *internvl-chat*, *keye...*, *kimi-vl*, *minicpm-...2.6*, *molmo2*, *nemotron-nano-vl*, *ernie4.5-vl*,
+*ovis2.5*, *dots-ocr*, *step3-vl*, *bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*, *nomic-embedding*, *gte-...*,
+*snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *ernie4.5-vl*, *keye...*,
+*kimi-vl*, *minicpm-...2.6*, *molmo2* and *ultravox* have processors of the tests, *granite-speech* ears of the tests. The
+adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the checkpoint which the engine started from. Asked
+about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
 
 *deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear*, *minimax-m3* and *qwen4_exp_text* are tried with vLLM's
 classes for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*, *bailing_moe_v3* (Ling 2.5 and 3) and
 *glm5-next*, of which vLLM has one class, and experts in four bits, laid out as for Marlin. vLLM's own code makes, loads and
 post-processes them; the tests only replace vLLM's choice of a class and of a backend for attention, packages of kernels that
 are missing, and CUDA's streams.
+
+vLLM packs the convolutions of Mamba-2 in bfloat16 on a CPU with AVX512-BF16 (*nemotron-nano-vl*): this layout is refused there.
 
 *longcat_flash* is without the tensors that transformers makes for experts that compute nothing. On a CPU vLLM routes ungrouped
 experts by softmax only: *minimax_m2* is tried with that, not with the sigmoid of the published models; and Mamba-2 hybrids run

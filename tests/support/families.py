@@ -27,6 +27,7 @@ from tests.support.quantised import FOR_BOTH, FOR_VLLM, FOUR_BITS, FP8, QUANTISE
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
 from tests.support.remote_media import REMOTE_MEDIA
+from tests.support.remote_newest import REMOTE_NEWEST
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
@@ -1436,7 +1437,7 @@ FAMILIES: dict[str, Family] = {
                 else BOTH,
             )
             for name, medium in (
-                MULTIMODAL | MORE | ASKED | REMOTE | REMOTE_MEDIA | NEWEST | LATEST | IN_SGLANG_ONLY
+                MULTIMODAL | MORE | ASKED | REMOTE | REMOTE_MEDIA | REMOTE_NEWEST | NEWEST | LATEST | IN_SGLANG_ONLY
             ).items()
         ),
         *(

@@ -284,6 +284,8 @@ WITHOUT_MEDIA = (
     "muse-glimmer",
     "ovis2.5",
     "minicpm-o2.6",
+    "keye",
+    "keye-vl-1.5",
 )
 """Models that are asked about text only."""
 WITHOUT_TEXT = ("whisper",)

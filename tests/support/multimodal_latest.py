@@ -192,5 +192,7 @@ LATEST: dict[str, Medium] = {
 }  # fmt: skip
 FOR_GPUS = {"glm5-next": "own", "minimax-m3": "minimax_m3"}
 """Of these, those that vLLM computes with on GPUs only, and what `gpu_classes` gives."""
-IN_VLLM_ONLY = ("minimax-m3", "minicpm-o2.6")
+IN_VLLM_ONLY = (
+    "minimax-m3", "minicpm-o2.6", "step3", "glm-4v", "ultravox", "keye", "keye-vl-1.5", "molmo2",
+)  # fmt: skip
 """Models that are not tried in SGLang."""
