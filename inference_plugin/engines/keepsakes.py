@@ -2,7 +2,8 @@
 
 vLLM's `sleep(level=2)` and SGLang's `release_memory_occupation` keep the served model's registered buffers themselves, and lose
 everything else in that memory. An update brings the weights back. It brings back neither tensors that modules hold as plain
-attributes, such as the slopes of ALiBi in an attention implementation, nor parameters that no checkpoint fills.
+attributes, such as the slopes of ALiBi in an attention implementation, nor parameters that no checkpoint fills. LoRA slots are
+filled again from the engine's own copies of adapters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import SMALL_ELEMENTS
+from inference_plugin.install.contract import AdapterSlots
 from inference_plugin.install.graph import tensors_under
 
 __all__ = ["Keepsakes"]
@@ -26,6 +28,8 @@ class Keepsakes:
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, Tensor]] = []
         """Live memory, as bytes, and its copy on the host."""
+        self._slots: AdapterSlots | None = None
+        """The LoRA slots that are lost."""
 
     def take(self, models: Sequence[LiveModel]) -> None:
         """Before the memory of the served model and of its drafts is discarded; nothing happens where it is so already."""
@@ -37,6 +41,7 @@ class Keepsakes:
                 for model in models
                 for held in _lasting(model, with_buffers=model is not models[0])
             ]
+        self._slots = models[0].adapter_slots
 
     def give_back(self) -> None:
         """The memory is there again. Does nothing where nothing is kept."""
@@ -44,10 +49,14 @@ class Keepsakes:
             while self._kept:
                 held, copy = self._kept.pop()
                 held.copy_(copy)
+            if self._slots is not None:
+                self._slots.refill()
+        self._slots = None
 
     def drop(self) -> None:
         """The memory never went."""
         self._kept.clear()
+        self._slots = None
 
 
 def _lasting(model: LiveModel, with_buffers: bool) -> Iterator[Tensor]:

@@ -195,6 +195,9 @@ class AdapterSlots(Protocol):
         """Engine's thread: a box of each tensor that the slots hold: name, offsets, and the values or the reason why they can't
         be read."""
 
+    def refill(self) -> None:
+        """Engine's thread: fills the slots again whose memory was discarded, from the engine's copies on the host."""
+
 
 class Installer(Protocol):
     """Puts a checked segment into the live model of this worker. One per group."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from inference_plugin.wire.errors import ReplicaAsleep
 from tests.support.engines import Driver, eventually
@@ -76,6 +78,36 @@ def test_after_each_level_of_sleep_weights_are_those_of_a_fresh_engine_at_their_
         driver.call("own_wake_up")
         manager.update(whole(model_b), 3)
         check(model_b)
+
+
+def test_adapters_that_vllm_read_from_files_are_in_their_slots_again_after_level_2(
+    driver: Driver, tmp_path: Path
+) -> None:
+    family, directory = FAMILIES["llama"], tmp_path / "adapter"
+    model, _ = make_versions(family, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapter = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapter.save_pretrained(directory)
+    driver.call("close")
+    driver.open(model, plain=True, dtype=family.dtype, **family.vllm, enable_lora=True, max_lora_rank=8)
+
+    def said() -> list[list[list[int]]]:
+        asked = driver.wait(driver.submit(PROMPTS, COUNT, ("from a file", 1, str(directory))))
+        return [driver.tokens(PROMPTS, COUNT), [request["tokens"] for request in asked]]
+
+    before = said()
+    assert before[0] != before[1]
+    driver.rpc("ext_give_allocator", True)
+    with SyncManager(timeout_s=60) as manager:
+        manager.sleep(2)
+        manager.wake_up(["weights"])
+        manager.update(whole(model))
+        manager.wake_up()
+        assert said() == before
+        driver.call("own_sleep", level=2)
+        driver.call("own_wake_up")
+        manager.update(whole(model))
+        assert said() == before
 
 
 @pytest.mark.parametrize("name", that_start(["llama", "qwen3_moe"]))

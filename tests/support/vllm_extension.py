@@ -231,8 +231,10 @@ class Extension:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         held = reachable_tensors(model) if everything else dict(model.named_parameters())
         pool = [
-            t.untyped_storage() for name, t in held.items() if not name.endswith("_cpu")
-        ]  # in host memory on a GPU too
+            t.untyped_storage()
+            for name, t in held.items()
+            if not name.endswith("_cpu") and "._registered_adapters." not in name  # in host memory on a GPU too
+        ]
         storages = {each.data_ptr(): each for each in pool}
         memory = [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages.values() if each.nbytes()]
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

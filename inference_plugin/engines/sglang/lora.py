@@ -95,6 +95,9 @@ class SglangAdapterSlots(TensorSlots):
                 )
                 manager._notify_lora_slots_updated({slot})
 
+    def refill(self) -> None:
+        """SGLang's slots lie outside of the memory that it releases."""
+
     def loaded(self, lora_ref: Any) -> None:
         """SGLang has taken an adapter from disk, or from a user's tensors: puts the update's in its place, if an update brought it."""
         tensors = self._tensors.get(lora_ref.lora_name)

@@ -60,6 +60,21 @@ class VllmAdapterSlots(TensorSlots):
         # requests run on.
         manager._last_mapping = None
 
+    def refill(self) -> None:
+        """vLLM takes its own copies for what is in the slots, and the mapping of the last step for what its kernels hold."""
+        manager = self._manager
+        active, pinned = list(manager._active_adapters), list(manager._active_adapters.pinned_items)
+        for layer in manager.modules.values():
+            for slot in range(len(manager.lora_index_to_id)):
+                layer.reset_lora(slot)
+        for number in active:
+            manager.deactivate_adapter(number)
+        for number in active:
+            manager.activate_adapter(number)
+        for number in pinned:
+            manager.pin_adapter(number)
+        manager._last_mapping = None
+
     def _load(self, request: Any) -> Any:
         """The adapter that a request asks for: of an update's tensors if one brought it, else as the manager's class loads it."""
         held = self._workers.list_adapters()  # of others the name is noted again once they are loaded again

@@ -148,6 +148,8 @@ PATCH_POINTS = (
     PatchPoint(_LORA_MANAGER + "remove_adapter", ("self", "adapter_id"), "called"),
     PatchPoint(_LORA_MANAGER + "activate_adapter", ("self", "lora_id"), "called"),
     PatchPoint(_LORA_MANAGER + "pin_adapter", ("self", "lora_id"), "called: what was pinned stays so"),
+    PatchPoint(_LORA_MANAGER + "deactivate_adapter", ("self", "adapter_id"), "called, after level 2: what lay in a slot is lost"),
+    PatchPoint("vllm.lora.layers:BaseLayerWithLoRA.reset_lora", ("self", "index"), "called, after level 2"),
     PatchPoint("vllm.lora.lora_model:LoRAModel", ("lora_model_id", "rank", "loras"), "made"),
     PatchPoint("vllm.lora.lora_weights:LoRALayerWeights", ("module_name", "rank", "lora_alpha", "lora_a", "lora_b", "scaling"), "made"),
     PatchPoint("vllm.lora.utils:parse_fine_tuned_lora_name", ("name", "weights_mapper"), "called: the engine's name of a module"),
