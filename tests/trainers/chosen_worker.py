@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import weightwire
 from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3
 from trainer_adapters.sources.chosen import source_for
+from trainer_adapters.update.given import GivenModels
 
 PLAN = {"model.layers.*.self_attn.q_proj": ColwiseParallel(), "model.layers.*.self_attn.o_proj": RowwiseParallel()}
 
@@ -73,6 +74,13 @@ def state_dict_of_a_plan() -> Result:
 
 def adapters() -> Result:
     return chosen(shard(adapted()), merged())
+
+
+def adapters_of_a_model_that_was_sharded_after_an_update() -> Result:
+    given, model = GivenModels("policy", None), adapted()
+    given.source_of(model, None, None, timeout_s=60).manifest()
+    source = given.source_of(shard(model), None, None, timeout_s=60)
+    return observe(source, merged()) | {"kind": kind_of(source)}
 
 
 def adapters_alone() -> Result:
@@ -141,6 +149,7 @@ if __name__ == "__main__":
             state_dict,
             state_dict_of_a_plan,
             adapters,
+            adapters_of_a_model_that_was_sharded_after_an_update,
             adapters_alone,
             in_engine_dtypes,
             refuse_adapters_in_other_sources,

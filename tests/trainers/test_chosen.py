@@ -53,14 +53,18 @@ def test_every_adapter_of_a_sharded_model_adopts_the_dtypes_of_the_engine_where_
             assert seen[kind] == (True, True, [{"float32"}, {"bfloat16"}], {"*": "bfloat16"}), kind
 
 
-def test_a_peft_model_is_merged_and_in_a_lora_group_its_adapter_goes_alone(ranks: Ranks) -> None:
-    seen = of(ranks, "adapters")
+@pytest.mark.parametrize("case", ["adapters", "adapters_of_a_model_that_was_sharded_after_an_update"])
+def test_a_peft_model_is_merged_whenever_it_was_sharded(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
     assert {rank["kind"] for rank in seen} == {"MergedLoRAAdapter"}
     assert len({rank["manifest"] for rank in seen}) == 1
     manifest, values, _ = written(seen, seen[0]["collectives"])
     whole = {name: value for name, value in values.items() if "q_proj" not in name}
     assert_is_gold(whole, seen[0]["gold"], manifest.tied)
     assert len(values) - len(whole) == 2 and all("lora" not in name for name in values)
+
+
+def test_in_a_lora_group_the_adapter_of_a_peft_model_goes_alone(ranks: Ranks) -> None:
     alone = of(ranks, "adapters_alone")
     assert {rank["kind"] for rank in alone} == {"LoRAAdapter"}
     assert all(".lora_A." in name or ".lora_B." in name for rank in alone for name in rank["names"])

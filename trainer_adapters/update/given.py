@@ -46,7 +46,7 @@ class GivenModels:
     def __init__(self, group: str, process_group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._process_group = process_group
-        self._last: tuple[object, Kind, object, object, WeightSource] | None = None
+        self._last: tuple[object, tuple[Kind, bool, object], object, WeightSource] | None = None
 
     def source_of(
         self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, *, timeout_s: float
@@ -55,11 +55,12 @@ class GivenModels:
         ranks. `timeout_s`: of that operation; a source that the ranks make together takes half of it to bring them together."""
         try:
             kind = kind_of(model)
+            together = is_made_together(kind, model)  # a model with LoRA may have been sharded since the last time
             if self._last is not None and kind != "source":
-                last_model, last_kind, last_dtype, last_config, source = self._last
-                if last_model is model and (last_kind, last_dtype) == (kind, dtype) and last_config is hf_config:
+                last_model, last_kind, last_config, source = self._last
+                if last_model is model and last_kind == (kind, together, dtype) and last_config is hf_config:
                     return source
-            if is_made_together(kind, model):
+            if together:
                 self._meet(kind, timeout_s / 2)
             source = source_for(
                 model, dtype=dtype, hf_config=hf_config, group=self._group, process_group=self._process_group
@@ -67,7 +68,7 @@ class GivenModels:
         except Exception as error:  # noqa: BLE001 -- the operation raises it, on all ranks
             return FailingSource(WeightwireError.wrap(error).at(side="trainer"))
         if kind != "source":
-            self._last = model, kind, dtype, hf_config, source
+            self._last = model, (kind, together, dtype), hf_config, source
         return source
 
     def close(self) -> None:
