@@ -62,7 +62,12 @@ class PostProcessing:
             data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
             return with_data(tensor, data)
 
-        return self._made(module, real, lambda tensor: keys.get(storage_id(tensor)), answers)
+        def key_of(tensor: torch.Tensor, alive: Mapping[str, torch.Tensor] = given) -> str | None:
+            return keys.get(
+                storage_id(tensor)
+            )  # unique while they live: post-processing may let go of them (`.data = ...`)
+
+        return self._made(module, real, key_of, answers)
 
     def _made(
         self,

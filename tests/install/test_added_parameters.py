@@ -225,3 +225,56 @@ def test_a_live_parameter_that_nothing_explains_refuses_the_model_by_name() -> N
     engine.live.gain = nn.Parameter(torch.ones(SIZE), requires_grad=False)
     with pytest.raises(EngineUnsupported, match=r"might leave behind: gain"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+class Rebinds:
+    """As vLLM 0.33 replaces a parameter: the object stays, and the memory that it had is freed."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        scale = weight.detach().abs().amax(1)
+        weight.data = weight.detach().t().contiguous()
+        for i in range(64):  # one of them gets the address
+            layer.register_parameter(f"made{i}", nn.Parameter(scale * (i + 1), requires_grad=False))
+
+
+class RebindingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Module()
+        self.projection.quant_method = Rebinds()  # type: ignore[assignment]
+        self.projection.weight = nn.Parameter(torch.empty(2 * SIZE, SIZE), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+
+    def loaded(self, seed: int) -> RebindingModel:
+        self.load_weights({"projection.weight": weights(seed)["projection.weight"]}.items())
+        Rebinds().process_weights_after_loading(self.projection)
+        return self
+
+
+class RebindingEngine(LiveModel):
+    post_processing = Rebinds
+
+    def __init__(self) -> None:
+        super().__init__(
+            RebindingModel().loaded(0), torch.device("cpu"), *build_skeleton(RebindingModel, torch.no_grad())
+        )
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_what_is_made_in_memory_that_a_parameter_has_just_let_go_of_follows_every_update(install: Any) -> None:
+    engine = RebindingEngine()
+    installer = ModelInstaller(engine)
+    given = {"projection.weight": weights(0)["projection.weight"]}
+    manifest = manifest_of(given)
+    installer.open(manifest, install, partial=False)
+    for seed in (1, 2, 0):
+        update(installer, manifest, {"projection.weight": weights(seed)["projection.weight"]})
+        fresh = RebindingModel().loaded(seed)
+        assert all(torch.equal(engine.live.get_parameter(name), held) for name, held in fresh.named_parameters())
