@@ -46,7 +46,7 @@ def _answer(self: Any, name: str) -> Any:
 
 
 STAND_INS: dict[str, Any] = {}
-"""Classes of `fake_transformer_engine()`, by the names that Megatron-Bridge's LoRA has for the real ones."""
+"""Classes of `fake_transformer_engine()`, by the names that Megatron-Bridge has for the real ones, in its LoRA or in a model."""
 
 
 class _OnCpu(TorchFunctionMode):
@@ -230,6 +230,17 @@ def fake_transformer_engine() -> None:
     class TERowParallelLinear(RowParallelLinear):
         pass
 
+    class TERowParallelLinearLayerNorm(TERowParallelLinear):
+        """Megatron-Bridge's, of Gemma 2 and 3."""
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = TENorm(config, output_size)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
     class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
@@ -328,6 +339,7 @@ def fake_transformer_engine() -> None:
     STAND_INS.update(
         TELinear=TELinear,
         TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
+        TERowParallelLinearLayerNorm=TERowParallelLinearLayerNorm,
         TECL=(TEColumnParallelGroupedLinear,),  # the others are recognised by what they inherit from
         TERL=(TERowParallelGroupedLinear,),
     )

@@ -33,11 +33,18 @@ RENAMES = [
     (r"self_attention\.out_norm", "linear_attn.norm"),
     (r"self_attention\.in_proj\.layer_norm_weight", "input_layernorm.weight"),
 ]
+GEMMA_2 = [
+    (r"post_attention_layernorm", "pre_feedforward_layernorm"),
+    (r"self_attn\.o_proj\.post_layernorm", "post_attention_layernorm"),
+    (r"mlp\.down_proj\.post_layernorm", "post_feedforward_layernorm"),
+]
 RENAMES_OF: dict[str, list[tuple[str, str]]] = {
     "mixtral": [
         (r"\.mlp\.", ".block_sparse_moe."),
         *((f"{a}_proj", b) for a, b in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
     ],
+    "gemma2": GEMMA_2,
+    "gemma3_text": GEMMA_2,
     "gpt_oss": [(r"mlp\.gate\.", "mlp.router.")],
     "mimo": [
         (r"(mtp_layers\.\d+\.)enorm", r"\1token_layernorm"),

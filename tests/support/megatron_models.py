@@ -64,6 +64,8 @@ class Kind:
     overrides: dict[str, Any]
     bridge: bool = True
     """Megatron-Bridge 0.3.1 can load and export it."""
+    text: bool = False
+    """The configuration is that of the text model."""
     model_type: str = ""
     """For a model whose classes transformers doesn't have, and whose tensors are named as those of `prefix`."""
 
@@ -86,6 +88,9 @@ KINDS = {
         bridge=False,
         model_type="kimi_k2",
     ),
+    "glm4_moe_lite": Kind(
+        "Glm4MoeLite", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA | DEEPSEEK_MOE, bridge=False
+    ),
     "glm4_moe": Kind("Glm4Moe", DEEPSEEK_MOE | {"use_qk_norm": True, "attention_bias": True}),
     "mixtral": Kind("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, bridge=False),
     "gpt_oss": Kind("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
@@ -95,6 +100,8 @@ KINDS = {
     "qwen3_next": Kind("Qwen3Next", MOE | GDN | {"shared_expert_intermediate_size": 40}),
     "nemotron": Kind("Nemotron", {"norm_eps": 1e-5}),
     "gemma": Kind("Gemma", {"tie_word_embeddings": True}),
+    "gemma2": Kind("Gemma2", {"tie_word_embeddings": True}),
+    "gemma3": Kind("Gemma3", {"tie_word_embeddings": True}, text=True),
     "phi3": Kind("Phi3", {"head_dim": 8, "pad_token_id": 0}, bridge=False),
 }
 
@@ -105,7 +112,7 @@ def write_checkpoint(kind: str, directory: Path) -> None:
 
     entry = KINDS[kind]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{entry.prefix}Config")(**(SHAPE | entry.overrides))
+    config = getattr(transformers, f"{entry.prefix}{'Text' * entry.text}Config")(**(SHAPE | entry.overrides))
     model = getattr(transformers, f"{entry.prefix}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
@@ -192,6 +199,12 @@ def _spec(hf: dict[str, Any], config: Any, layout: Layout, stage: int | None) ->
 
         return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
     spec = get_gpt_decoder_block_spec(config, layout.te, normalization="RMSNorm", vp_stage=stage)
+    if hf["model_type"] in ("gemma2", "gemma3_text"):
+        from tests.support.megatron_cpu import STAND_INS
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.linear_proj = STAND_INS["TERowParallelLinearLayerNorm"]
+            layer.submodules.mlp.submodules.linear_fc2 = STAND_INS["TERowParallelLinearLayerNorm"]
     if hf["model_type"] == "olmoe":
         from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
 
@@ -219,7 +232,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": kind in ("qwen2", "qwen2_moe", "mimo") or bool(hf.get("attention_bias")),
-        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe")
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe", "gemma3_text")
         or bool(hf.get("use_qk_norm") or hf.get("kv_lora_rank")),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -274,7 +287,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
             "activation_func": torch.nn.functional.relu,
             "layernorm_zero_centered_gamma": True,
         }
-    if kind == "gemma":
+    if kind.startswith("gemma"):
         fields |= {"layernorm_zero_centered_gamma": True}
     if kind == "qwen3_next":
         fields |= {name: value for name, value in hf.items() if name in GDN and name.startswith("linear")}

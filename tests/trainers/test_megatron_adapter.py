@@ -60,7 +60,7 @@ COMBINATIONS = {
         "tp2 mimo mtp te": "mimo",
         "tp2 qwen3_next te": "qwen3_next",
         "tp2 nemotron te": "nemotron",
-        "tp2 gemma te": "gemma",
+        "tp2 gemma3 te": "gemma3",
     },
     4: {
         "tp2 pp2 qwen3 tied te": "qwen3 tied",
@@ -82,6 +82,9 @@ FURTHER = {
         "tp2 kimi_k2 te": "kimi_k2",
         "pp2 kimi_k2": "kimi_k2",
         "ep2 kimi_k2 te": "kimi_k2",
+        "tp2 glm4_moe_lite te": "glm4_moe_lite",
+        "etp2 glm4_moe_lite": "glm4_moe_lite",
+        "pp2 glm4_moe_lite mtp te": "glm4_moe_lite",
         "tp2 glm4_moe te": "glm4_moe",
         "etp2 glm4_moe mtp": "glm4_moe",
         "ep2 glm4_moe mtp te": "glm4_moe",
@@ -102,6 +105,10 @@ FURTHER = {
         "pp2 qwen3_next te": "qwen3_next",
         "tp2 qwen3_next mtp te": "qwen3_next",
         "pp2 nemotron te": "nemotron",
+        "tp2 gemma2 te": "gemma2",
+        "pp2 gemma2 te": "gemma2",
+        "tp2 gemma te": "gemma",
+        "pp2 gemma3 te": "gemma3",
         "pp2 gemma te": "gemma",
     },
     4: {
@@ -208,7 +215,8 @@ WITHOUT_BRIDGE |= {"tp2 deepseek_v3", "ep2 deepseek_v3 mtp te", "pp2 deepseek_v3
 WITHOUT_BRIDGE |= {"tp2 dp2 llama", "tp4 qwen3", "pp2 vpp2 ep2 qwen3_moe", "tp2 pp2 deepseek_v3 mtp te"}
 WITHOUT_BRIDGE |= {"pp2 glm4_moe mtp", "ep2 gpt_oss", "tp2 mimo mtp te"}
 WITHOUT_BRIDGE |= {case for cases in FURTHER.values() for case in cases if "mtp" in case or "te" not in case.split()}
-WITHOUT_BRIDGE |= {case for case, kind in KIND.items() if kind in ("mixtral", "seed_oss", "kimi_k2")} | {"pp2 gemma te"}
+NO_MAPPING = ("mixtral", "seed_oss", "kimi_k2", "glm4_moe_lite")
+WITHOUT_BRIDGE |= {case for case, kind in KIND.items() if kind in NO_MAPPING} | {"pp2 gemma te"}
 
 
 @matrix(without=WITHOUT_BRIDGE)

@@ -144,6 +144,13 @@ def test_the_decoder_layer_inside_of_an_mtp_layer_has_the_rules_of_decoder_layer
     assert deepseek.match("mtp.layers.1.transformer_layer.unknown") is None
 
 
+@pytest.mark.parametrize("inside", ["transformer_layer", "mtp_model_layer"])
+def test_an_mtp_layer_may_lie_elsewhere_in_the_checkpoint(inside: str) -> None:
+    match = architectures()["mimo"].match(f"mtp.layers.1.{inside}.mlp.linear_fc2.weight")
+    assert match is not None and match.mtp == 1
+    assert match.rule.names == ("model.mtp_layers.{mtp}.mlp.down_proj.*",)
+
+
 def test_a_rule_that_cannot_be_meant_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="QKV of qkv takes 3 checkpoint names, not 2"):
         QKV("qkv", "q", "k")

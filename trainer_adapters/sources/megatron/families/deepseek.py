@@ -37,6 +37,6 @@ MTP_TIES = {
 }
 
 
-@megatron_architecture("deepseek_v2", "deepseek_v3", "kimi_k2")
+@megatron_architecture("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 def deepseek_v3() -> Architecture:
     return Architecture((*MODEL, *NORMS, *MLA, *MLP, *MOE, *SHARED_EXPERTS, *MTP), mtp_ties=MTP_TIES)
