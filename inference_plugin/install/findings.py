@@ -41,17 +41,24 @@ class LoadFindings:
     def wrote(self, destination: Destination, write: Placement | Fill) -> None:
         self._writes[destination.name].append(write)
 
-    def has_written(self, destination: Destination) -> bool:
-        """Whether the loader has written a checkpoint tensor to this destination so far, cast or not."""
-        cast = destination.name in self._cast_into
-        return cast or any(isinstance(write, Placement) for write in self._writes[destination.name])
-
-    def computes_in(self, destination: Destination) -> None:
-        """The loader computes there with what it has written: that it casts it before is a part of that, and no dtype of the
-        trainer's is wrong (vLLM's `A` of Mamba-2 in float32, of `A_log` in bfloat16)."""
-        for name in self._cast_into.get(destination.name, ()):
-            self._casts.pop(name, None)
-            self._wanted.pop(name, None)
+    def reads_back(self, destination: Destination, held: Iterable[str]) -> set[str]:
+        """The loader computes in this destination with what these storages hold: itself, or others of its module. Returns the
+        tensors that the loader has written there so far, and refuses the plan where it has written none. That it cast them
+        before is a part of what it computes, and no dtype of the trainer's is wrong (vLLM's `A` of Mamba-2 in float32, of
+        `A_log` in bfloat16)."""
+        sources: set[str] = set()
+        for name in held:
+            written = {write.source.tensor for write in self._writes[name] if isinstance(write, Placement)}
+            cast = self._cast_into.get(name, set())
+            if not written | cast or name.rpartition(".")[0] != destination.name.rpartition(".")[0]:
+                self.refuse_all(f"{destination.name} is written from another parameter or buffer")
+            elif name != destination.name:
+                self.refuse(name, f"{destination.name} is computed from it", ())
+            for tensor in cast:
+                self._casts.pop(tensor, None)
+                self._wanted.pop(tensor, None)
+            sources |= written | cast
+        return sources
 
     def touched(self, name: str) -> None:
         """The loader did something with this tensor."""

@@ -9,6 +9,7 @@ at once.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ __all__ = ["Part", "ProvenParts", "prove_parts"]
 JOINED_BYTES = 4 << 20
 """Small parts are loaded together up to about this size: each load goes through the whole model's names, and a model may have
 thousands of parts."""
+
+
+SHOWN_CHARACTERS = 200
+"""Characters of what a loader raises: SGLang's list all parameters that it lacks, more than a message may be long."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ def prove_parts(
     except Exception as error:  # a loader may insist on every name; any exception means "not part by part"
         if lacks_resources(error):
             raise
-        return ProvenParts(why=f"the loader raised {type(error).__name__}: {error}")
+        told = textwrap.shorten(str(error), SHOWN_CHARACTERS, placeholder=" ...")
+        return ProvenParts(why=f"the loader raised {type(error).__name__}: {told}")
     return ProvenParts(parts, uncovered)
 
 

@@ -187,11 +187,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         if read := origins - sent_among(origins):
             if NOTHING in read:
                 self.findings.made_of_nothing(dest.name)
-            if (held := read - {NOTHING}) and (held != {OWN + dest.name} or not self.findings.has_written(dest)):
-                self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
-            self.findings.computes_in(dest)
-            how = NOTHING if NOTHING in read else "what it held before"
-            self.findings.refuse(dest.name, f"computed from {how}", sent_among(origins))
+            made_of = self.findings.reads_back(dest, [name.removeprefix(OWN) for name in read - {NOTHING}])
+            how = NOTHING if NOTHING in read else "what its module holds"
+            self.findings.refuse(dest.name, f"computed from {how}", made_of | sent_among(origins))
             return
         if storage_id(source) in self._constants:
             self._fill(dest, target, self._constants[storage_id(source)])

@@ -13,6 +13,7 @@ from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install import parts
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.storages import named_tensors
+from inference_plugin.wire.errors import MAX_TEXT
 from tests.install.installing import update
 from tests.support.plain_engine import manifest_of
 
@@ -59,6 +60,16 @@ class Demanding(Model):
         super().load_weights(held.items())
 
 
+class Listing(Model):
+    """Its error lists what it lacks, as SGLang's loaders of Step 3.5 and Gemma do."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(tensors)
+        if "head" not in held:
+            raise RuntimeError(f"not initialized: {', '.join(f'model.layers.{i}.weight' for i in range(5000))}")
+        super().load_weights(held.items())
+
+
 class Counting(Model):
     """`decay` counts from minus one, whose byte is 0xFF, as two numbers of four bits may be that are put together."""
 
@@ -80,6 +91,22 @@ class DemandingCounting(Counting):
         held = dict(tensors)
         assert "head" in held
         super().load_weights(held.items())
+
+
+class Beside(Model):
+    """`decay` is made of what the loader has just put beside it, as the norms of Gemma and Qwen3.5 in SGLang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.log = nn.Parameter(torch.empty(4), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            held = self.get_parameter(name)
+            held.data.copy_(tensor)
+            if name.endswith("log"):
+                self.get_parameter(name.replace("log", "decay")).data.copy_(held.data).add_(1.0)
 
 
 class Engine(LiveModel):
@@ -134,6 +161,13 @@ def test_memory_for_one_part_at_a_time_and_the_rest_is_copied(partial: bool) -> 
     assert "part by part" in why and "not part by part" not in why
 
 
+@pytest.mark.usefixtures("each_alone")
+def test_what_the_loader_makes_of_a_parameter_beside_it_is_loaded_with_that_as_one_part() -> None:
+    engine, why = updated(Beside)
+    assert engine.loads == [{f"blocks.{i}.decay", f"blocks.{i}.log"} for i in (0, 1)]
+    assert "part by part" in why and "not part by part" not in why
+
+
 def test_small_parts_are_loaded_together_as_each_load_goes_through_all_names_of_the_model() -> None:
     engine, _ = updated(Model)
     assert engine.loads == [{"blocks.0.decay", "blocks.1.decay"}]
@@ -147,6 +181,10 @@ def test_a_loader_that_computes_otherwise_with_less_is_given_everything(kind: ty
     engine, why = updated(kind)
     assert [len(real) for real in engine.loads] == [5]
     assert f"not part by part: the loader {words}" in why
+
+
+def test_a_long_error_of_a_loader_fits_into_the_message_that_says_why() -> None:
+    assert len(updated(Listing)[1]) < MAX_TEXT / 10
 
 
 @pytest.mark.parametrize("kind", [Counting, DemandingCounting])

@@ -537,7 +537,7 @@ def refused(
         (lambda p, t: torch._foreach_copy_([p.data], [t]), "written by aten._foreach_copy_"),
         (lambda p, t: (p.data.copy_(t), p.data.mul_(2)), "written by aten.mul_"),
         (lambda p, t: (p.data.copy_(t), p.data[1:].fill_(0)), "filled with a constant after"),
-        (lambda p, t: (p.data.copy_(t), p.data.copy_(-torch.exp(p.data))), "computed from what it held before"),
+        (lambda p, t: (p.data.copy_(t), p.data.copy_(-torch.exp(p.data))), "computed from what its module holds"),
         (lambda p, t: (t[0].zero_(), p.data.copy_(t)), "writes to the checkpoint tensor w"),
         (lambda p, t: (p.data.copy_(t), t[0].zero_()), "writes to the checkpoint tensor w"),
         (lambda p, t: p.data.view(torch.int32).copy_(t.view(torch.int32)), "view of another dtype"),
@@ -557,6 +557,22 @@ def test_a_cast_is_refused_and_named() -> None:
     plan = refused(lambda p, t: p.data.copy_(t), w=BF16)
     assert plan.refused["w"] == "cast from torch.bfloat16 to torch.float32"
     assert plan.dtype_conflicts == {"w": "the trainer sends torch.bfloat16, the engine holds torch.float32 in w"}
+
+
+def test_what_the_loader_computes_of_another_parameter_of_the_module_is_computed_of_its_tensors() -> None:
+    def load(model: nn.Module, name: str, tensor: Tensor) -> None:
+        default(model, name, tensor)
+        if name == "norm.w":
+            model.norm.plus.copy_(model.norm.w.data).add_(1)
+
+    def make() -> nn.Module:
+        return nn.ModuleDict({"norm": Bag({"w": (3,)}, {"plus": (3,)}), "other": Bag({"w": (3,)})})
+
+    case = Case(make, load, {"norm.w": (3,), "other.w": (3,)})
+    plan = case.trace()
+    assert plan.refused_sources == {"norm.w": ("norm.w",), "norm.plus": ("norm.w",)}
+    assert [p.dest.tensor for p in plan.placements] == ["other.w"]
+    assert (plan.refusal, case.prove(plan)) == (None, "")
 
 
 def test_a_cast_is_a_part_of_what_the_loader_computes_in_place() -> None:
