@@ -135,7 +135,7 @@ LATEST: dict[str, Medium] = {
         model="MiniMaxM3SparseForConditionalGeneration",
         place=[M3_TOKENS[2], M3_TOKENS[0], M3_TOKENS[3]],
         last=M3_TOKENS,
-        files=patches("MiniMaxM3VLProcessor", "MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor", 14),
+        files=patches("MiniMaxM3VLProcessor", "MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor", 14, size=side(56)),
         config={
             "text_config": TEXT | {
                 "dense_intermediate_size": 128, "shared_intermediate_size": 64, "intermediate_size": 64, "num_local_experts": 4,
@@ -152,13 +152,19 @@ LATEST: dict[str, Medium] = {
             published((r"block_sparse_moe\.(fc|\w+_proj)", r"mlp.\1")),  # transformers 5.19 renames these, too
             with_entries(
                 text_config={
-                    "moe_layer_freq": [0, 1], "hidden_act": "swigluoai",
+                    "moe_layer_freq": [0, 1], "hidden_act": "swigluoai", "qk_norm_type": "per_head", "use_gemma_norm": True,
+                    "scoring_func": "sigmoid", "use_routing_bias": True, "n_shared_experts": 1, "partial_rotary_factor": 0.5,
+                    "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
                     "sparse_attention_config": {
+                        "sparse_disable_index_value": [0, 1],
                         "sparse_attention_freq": [0, 1], "sparse_num_index_heads": 1, "sparse_index_dim": 32,
                         "sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_local_block": 1, "sparse_init_block": 0,
                     },
                 },
-                vision_config={"img_token_compression_config": {"temporal_patch_size": 2, "spatial_merge_size": 2}},
+                vision_config={
+                    "img_token_compression_config": {"temporal_patch_size": 2, "spatial_merge_size": 2},
+                    "position_embedding_type": "rope", "rope_mode": "3d", "vision_segment_max_frames": 4,
+                },
             ),
         ),
     ),
@@ -193,6 +199,6 @@ LATEST: dict[str, Medium] = {
 FOR_GPUS = {"glm5-next": "own", "minimax-m3": "minimax_m3"}
 """Of these, those that vLLM computes with on GPUs only, and what `gpu_classes` gives."""
 IN_VLLM_ONLY = (
-    "minimax-m3", "minicpm-o2.6", "step3", "glm-4v", "ultravox", "keye", "keye-vl-1.5", "molmo2",
+    "minicpm-o2.6", "step3", "glm-4v", "ultravox", "keye", "keye-vl-1.5", "molmo2",
 )  # fmt: skip
 """Models that are not tried in SGLang."""
