@@ -44,6 +44,13 @@ def test_names_and_values_are_those_that_save_pretrained_writes(model_type: str)
     assert_is_what_save_pretrained_writes(tiny(model_type))
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_model_may_be_read_without_autograd(mode: Callable[[], Any]) -> None:
+    model = tiny("qwen3_moe")
+    with mode():
+        assert_is_what_save_pretrained_writes(model)
+
+
 @pytest.mark.parametrize("moe_intermediate_size", [10, 8, 16], ids=["oblong", "square gate and up", "square down"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["made", "loaded"])
 def test_experts_that_published_checkpoints_have_transposed_are_sent_transposed(

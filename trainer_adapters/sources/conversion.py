@@ -87,6 +87,7 @@ def _members(prefix: str, names: Sequence[str | None], infos: Sequence[TensorInf
     return list(members.values())
 
 
+@torch.inference_mode(mode=False)  # in it torch would take `contiguous` and `reshape` for computations of their own
 def _converted(
     revert: Callable[..., Any], model: torch.nn.Module, members: Sequence[_Member], infos: Sequence[TensorInfo]
 ) -> dict[int, tuple[Target, ...]]:
