@@ -44,8 +44,8 @@ class LoadFindings:
     def reads_back(self, destination: Destination, held: Iterable[str]) -> set[str]:
         """The loader computes in this destination with what these storages hold: itself, or others of its module. Returns the
         tensors that the loader has written there so far, and refuses the plan where it has written none. That it cast them
-        before is a part of what it computes, and no dtype of the trainer's is wrong (vLLM's `A` of Mamba-2 in float32, of
-        `A_log` in bfloat16)."""
+        before is a part of what it computes in place, and no dtype of the trainer's is wrong (vLLM's `A` of Mamba-2 in float32,
+        of `A_log` in bfloat16); a parameter that stays as it was written must have the trainer's."""
         sources: set[str] = set()
         for name in held:
             written = {write.source.tensor for write in self._writes[name] if isinstance(write, Placement)}
@@ -54,9 +54,10 @@ class LoadFindings:
                 self.refuse_all(f"{destination.name} is written from another parameter or buffer")
             elif name != destination.name:
                 self.refuse(name, f"{destination.name} is computed from it", ())
-            for tensor in cast:
-                self._casts.pop(tensor, None)
-                self._wanted.pop(tensor, None)
+            else:
+                for tensor in cast:
+                    self._casts.pop(tensor, None)
+                    self._wanted.pop(tensor, None)
             sources |= written | cast
         return sources
 

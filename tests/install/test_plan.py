@@ -573,6 +573,8 @@ def test_what_the_loader_computes_of_another_parameter_of_the_module_is_computed
     assert plan.refused_sources == {"norm.w": ("norm.w",), "norm.plus": ("norm.w",)}
     assert [p.dest.tensor for p in plan.placements] == ["other.w"]
     assert (plan.refusal, case.prove(plan)) == (None, "")
+    in_bfloat16 = Case(make, load, {"norm.w": (3,), "other.w": (3,)}, **{"norm.w": BF16})
+    assert set(in_bfloat16.trace().dtype_conflicts) == {"norm.w"}, "the norm itself would be cast"
 
 
 def test_a_cast_is_a_part_of_what_the_loader_computes_in_place() -> None:
