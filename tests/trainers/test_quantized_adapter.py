@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
-from tests.support.quantising import KINDS, as_vllm_quantises, quantised, write_checkpoint
+from tests.support.quantising import KINDS, as_vllm_quantises, config_of, quantised, write_checkpoint
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
@@ -132,12 +132,28 @@ def test_a_checkpoint_that_has_what_cannot_be_made_of_weights_is_refused_by_name
     cases: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         "measured": ({f"{name}.input_scale": torch.ones(1)}, f"{name}.input_scale"),
         "one scale": ({f"{name}.weight_scale": torch.ones(1)}, f"{name}.weight"),
+        "stacked": ({"experts.up_proj": torch.ones(2, 4, 4).to(FP8)}, "experts.up_proj"),
         "packed": ({f"{name}.weight_packed": torch.ones(2, 2, dtype=torch.int32)}, f"{name}.weight_packed"),
     }
     for case, (more, named) in cases.items():
         path = write_checkpoint(tmp_path / case, made | more, "fp8 per channel")
         with pytest.raises(ArgumentError, match=rf"can't be made of the trainer's weights: {named}"):
             schemes_of(path)
+
+
+def test_four_bits_that_lie_in_bytes_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "four", quantised(dense(), "int8 per channel"), "int8 per channel")
+    about = config_of("int8 per channel")
+    about["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    (path / "config.json").write_text(json.dumps({"quantization_config": about}))
+    with pytest.raises(ArgumentError, match=r"can't be made of the trainer's weights: model\.layers\.0\."):
+        schemes_of(path)
+
+
+def test_a_model_of_images_and_text_may_say_it_of_its_text_alone(checkpoints: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "nested", quantised(dense(), "fp8 in blocks"), "fp8 in blocks")
+    (path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": config_of("fp8 in blocks")}}))
+    assert schemes_of(path) == schemes_of(checkpoints / "fp8 in blocks")
 
 
 def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Path) -> None:

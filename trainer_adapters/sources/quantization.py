@@ -92,6 +92,10 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
     try:
         directory = checkpoint_directory(str(checkpoint))
         config = json.loads((directory / "config.json").read_text())
+        parts = (
+            config,
+            config.get("text_config") or {},
+        )  # as engines do: of images and text, the text's alone may have it
         headers = read_headers(directory)
     except Exception as error:
         raise ArgumentError(
@@ -99,7 +103,9 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
             hint="give the directory of the checkpoint that the engine was started from; a name of the hub is found if this "
             "machine has a copy (`hf download`)",
         ) from error
-    about = config.get("quantization_config") or config.get("compression_config") or {}
+    about: dict[str, Any] = next(
+        filter(None, (one.get("quantization_config") or one.get("compression_config") for one in parts)), {}
+    )
     method = about.get("quant_method")
     if method not in ("fp8", "compressed-tensors"):
         raise ArgumentError(
@@ -113,7 +119,7 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
     for name, (shape, dtype) in headers.items():
         if name.rpartition(".")[2] in MEASURED or name.endswith("_packed"):
             strange.append(name)
-        elif dtype in (FP8, INT8) and name.endswith("weight"):
+        elif dtype in (FP8, INT8):
             if (scheme := _scheme(name, shape, dtype, about, headers)) is None:
                 strange.append(name)
             else:
@@ -165,6 +171,7 @@ def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int,
     else:
         groups = about.get("config_groups") or {}
         weights = [group.get("weights") or {} for group in groups.values()]
+        weights = [one for one in weights if one.get("num_bits", 8) == 8]  # fewer bits may lie in bytes too
         sizes = [[1, shape[1]] for one in weights if one.get("strategy") == "channel" and one.get("symmetric", True)]
         sizes += [one.get("block_structure") for one in weights if one.get("strategy") == "block"]
     return [
@@ -217,7 +224,7 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: 
 
 
 def _spans(at: int, length: int, width: int) -> Iterable[tuple[int, int]]:
-    """The rows to work on at once: those of one row of blocks; some thousand, where each row is one."""
+    """The rows to work on at once: those of one row of blocks; some hundred, where each row is one."""
     step = ROWS_AT_ONCE if width == 1 else width
     return itertools.pairwise([0, *range(step - at % width, length, step), length])
 
