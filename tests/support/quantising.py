@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["KINDS", "as_vllm_quantises", "config_of", "quantised", "write_checkpoint"]
+__all__ = ["KINDS", "as_vllm_quantises", "config_of", "large", "quantised", "write_checkpoint"]
 
 BLOCK = 16
 """Rows and columns of a block. Small beside the tiny models' matrices, whose sizes are no multiples of it."""
@@ -34,6 +34,12 @@ def kinds(block: int = BLOCK) -> dict[str, dict[str, Any]]:
 
 
 KINDS = tuple(kinds())
+
+
+def large() -> dict[str, torch.Tensor]:
+    """Two matrices, each of more than a piece, which ends within the last blocks of 128 rows; these have the largest values."""
+    rows = torch.arange(768.0)[:, None]
+    return {f"{name}_proj.weight": (rows + torch.arange(3072)).bfloat16() for name in "ab"}
 
 
 def is_quantised(name: str, tensor: torch.Tensor) -> bool:
@@ -99,9 +105,9 @@ def config_of(kind: str, block: int = BLOCK) -> dict[str, Any]:
     }
 
 
-def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], kind: str) -> Path:
+def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], kind: str, block: int = BLOCK) -> Path:
     """Writes what `quantised` returns, and a config that says how; no model can be made of it."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps({"quantization_config": config_of(kind)}))
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config_of(kind, block)}))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.support.quantising import KINDS
+from inference_plugin.wire.config import Config
+from tests.support.quantising import KINDS, large
+from tests.support.rig import eventually
 from tests.trainers.dtensor_worker import PLAN
 from tests.trainers.observing import Result, main, nudge, observe, refused, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import (
@@ -93,10 +96,63 @@ class FailsOnce(FSDPAdapter):
         return super().slices()
 
 
+class HeldUpOnce(FSDPAdapter):
+    """On rank 1 reading takes longer than the limit, the first time."""
+
+    held_up = True
+
+    def slices(self) -> Iterator[LocalSlice]:
+        if dist.get_rank() == 1 and self.held_up:
+            self.held_up = False
+            time.sleep(1.5)
+        return super().slices()
+
+
 def a_rank_that_fails() -> Result:
     source = QuantizedAdapter(FailsOnce(fsdp(dense())), CHECKPOINTS / "fp8 in blocks")
     source.manifest()
     return {"first": refused(lambda: list(source.slices())), "then": observe(source)}
+
+
+def a_rank_that_fails_in_an_export() -> Result:
+    """While rank 0 waits for it in a collective of the export, for which a file stands here."""
+    model = fsdp(dense())
+    told = CHECKPOINTS / "rank 1 has told its caller"
+    failing = False
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        if failing and dist.get_rank() == 1:
+            raise RuntimeError("rank 1 can't convert its weights")
+        if failing:
+            eventually(told.exists, told.name)
+        yield from model.state_dict().items()
+
+    source = QuantizedAdapter(ExportAdapter(export), CHECKPOINTS / "fp8 in blocks")
+    failing = True
+    first = refused(lambda: list(source.slices()))
+    if dist.get_rank() == 1:
+        told.touch()
+    failing = False
+    return {"first": first, "then": observe(source)}
+
+
+def a_rank_that_is_held_up() -> Result:
+    source = QuantizedAdapter(HeldUpOnce(fsdp(dense())), CHECKPOINTS / "fp8 in blocks")
+    source.configure(Config(timeout_s=1))
+    source.manifest()
+    first = refused(lambda: list(source.slices()))
+    dist.barrier()  # the next operation begins when this one is over on all ranks
+    source.configure(Config())
+    return {"first": first, "then": observe(source)}
+
+
+def a_rank_with_another_checkpoint() -> Result:
+    kind = "fp8 in blocks, powers of two" if dist.get_rank() else "fp8 in blocks"
+    return refused(lambda: QuantizedAdapter(ModuleAdapter(dense()), CHECKPOINTS / kind))
+
+
+def from_copies_made_one_by_one() -> Result:
+    return observe(QuantizedAdapter(ModuleAdapter(lambda: iter(large().items())), CHECKPOINTS / "large"))
 
 
 def not_finite() -> Result:
@@ -131,6 +187,10 @@ CASES = [
     experts,
     from_masters_in_float32_that_travel_in_bfloat16,
     a_rank_that_fails,
+    a_rank_that_fails_in_an_export,
+    a_rank_that_is_held_up,
+    a_rank_with_another_checkpoint,
+    from_copies_made_one_by_one,
     not_finite,
     ranks_that_have_different_numbers_of_groups,  # the last one: afterwards torch's own groups have other names on each rank
 ]

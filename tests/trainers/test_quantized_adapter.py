@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
-from tests.support.quantising import KINDS, as_vllm_quantises, config_of, quantised, write_checkpoint
+from tests.support.quantising import KINDS, as_vllm_quantises, config_of, large, quantised, write_checkpoint
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
@@ -46,6 +46,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for kind in KINDS:
         write_checkpoint(directory / kind, quantised(dense(), kind), kind)
+    made = quantised(large(), "fp8 in blocks", 128)
+    write_checkpoint(directory / "large", made, "fp8 in blocks", 128)
     write_checkpoint(directory / "experts", quantised(experts(), "fp8 in blocks"), "fp8 in blocks")
     return directory
 
@@ -90,11 +92,38 @@ def test_a_rank_that_fails_beforehand_fails_all_at_once_and_the_next_update_is_r
     seen = of(two, "a_rank_that_fails")
     assert [one["first"]["error"] for one in seen] == ["WeightwireError", "RuntimeError"]
     assert all("rank 1 has lost its weights" in one["first"]["text"] for one in seen)
+    assert "rank=1" in seen[0]["first"]["text"]
     assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
 
 
 def test_ranks_come_together_though_they_have_different_numbers_of_process_groups(two: Ranks) -> None:
     assert_is_quantised(of(two, "ranks_that_have_different_numbers_of_groups"), dense(), "fp8 in blocks")
+
+
+def test_a_failed_export_reaches_its_caller_while_the_others_still_wait_in_it(two: Ranks) -> None:
+    seen = of(two, "a_rank_that_fails_in_an_export")
+    assert all("rank 1 can't convert its weights" in one["first"]["text"] for one in seen)
+    assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
+
+
+def test_after_a_rank_was_held_up_for_longer_than_the_limit_the_next_update_is_right(two: Ranks) -> None:
+    seen = of(two, "a_rank_that_is_held_up")
+    assert [one["first"]["error"] for one in seen] == ["PeerLost"] * 2
+    assert "was held up" in seen[0]["first"]["text"]
+    assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
+
+
+def test_ranks_that_read_different_checkpoints_are_refused(two: Ranks) -> None:
+    for seen in of(two, "a_rank_with_another_checkpoint"):
+        assert (
+            seen["error"] == "ArgumentError" and "trainer ranks [1] have another quantised checkpoint" in seen["text"]
+        )
+
+
+def test_the_beginning_of_a_copy_is_not_taken_for_another_ranks_weights(two: Ranks) -> None:
+    seen = of(two, "from_copies_made_one_by_one")
+    manifest, values, _ = written(seen, collectives=seen[0]["collectives"])
+    assert_is_gold(values, quantised(large(), "fp8 in blocks", 128), manifest.tied)
 
 
 def test_a_value_that_is_not_finite_shows_in_what_travels(two: Ranks) -> None:

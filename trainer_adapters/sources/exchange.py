@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -135,15 +136,49 @@ class OwnGroup:
     """A gloo group of a source's own over the ranks of `process_group`, so that its collectives don't mix with those of a running
     training. Made on every rank, in the same order as other process groups. Raises as `meet` does.
 
+    A rank that ends, or is held up for longer than the time limit, breaks it: `renew` then makes another one.
+
     `new_group(use_local_synchronization=True)` would name it by the number of groups that a rank has: where ranks have different
     numbers (embeddings on the first and the last pipeline stage), they would wait for each other under different names.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._of = process_group
+        self._store: Any = dist.distributed_c10d._get_process_group_store(
+            process_group or dist.distributed_c10d._get_default_group()
+        )
         self._timeout_s = Config.from_environment().timeout_s
-        met = meet(secrets.token_bytes(8), process_group, timeout_s=self._timeout_s, making="adapter")
+        self._make("adapter")
+
+    def configure(self, config: Config) -> None:
+        """Takes how long a lost rank may block the others (`timeout_s`)."""
+        if config.timeout_s != self._timeout_s:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self.group)
+            self._timeout_s = config.timeout_s
+
+    def renew(self) -> None:
+        """Collective, between operations: makes the group anew if it has failed on any rank."""
+        if self._store.check([self._failed]):
+            self._make(f"group anew after {self._failed}")  # two that are made at once must not be taken for each other
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[dist.ProcessGroup]:
+        """The group, for collectives. Raises `PeerLost` for what the backend raises, and has it renewed on all ranks."""
+        try:
+            yield self.group
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # without the store's process there is no next time
+                self._store.set(self._failed, b"")
+            raise PeerLost(
+                f"the trainer's ranks can't exchange what they know: {error}",
+                hint="one of them ended, or was held up: its own log says why; if all run, the next update works",
+                side="trainer",
+            ) from error
+
+    def _make(self, making: str) -> None:
+        met = meet(secrets.token_bytes(8), self._of, timeout_s=self._timeout_s, making=making)
         c10d, name = dist.distributed_c10d, f"weightwire-{met[0].hex()}"
-        ranks = sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        ranks = sorted(dist.get_process_group_ranks(self._of or dist.group.WORLD))
         self.group: dist.ProcessGroup
         self.group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -155,12 +190,7 @@ class OwnGroup:
             timeout=timedelta(seconds=self._timeout_s),  # a lost rank must not block the others
         )
         c10d._world.pg_group_ranks[self.group] = {rank: place for place, rank in enumerate(ranks)}
-
-    def configure(self, config: Config) -> None:
-        """Takes how long a lost rank may block the others (`timeout_s`)."""
-        if config.timeout_s != self._timeout_s:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self.group)
-            self._timeout_s = config.timeout_s
+        self._failed = f"{PREFIX}/failed/{name}"
 
 
 def _is_set(store: Any, key: str) -> bool:

@@ -8,7 +8,11 @@ from the largest value of all of them: before the first slice, the ranks look at
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import logging
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from inference_plugin.devices import start_thread
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ErrorInfo, ManifestMismatch, WeightwireError, first_few
@@ -24,9 +29,12 @@ from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.exchange import OwnGroup, exchange_bytes
+from trainer_adapters.sources.left_behind import leave
 from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
 
 __all__ = ["QuantizedAdapter"]
+
+logger = logging.getLogger(__name__)
 
 
 class _Told(msgspec.Struct):
@@ -49,7 +57,8 @@ class QuantizedAdapter(WrappingSource):
     the dtype in which `source` would send it, in float32.
 
     Make it on every rank of `process_group` (default: torch.distributed's), in the same order as other process groups: it
-    makes one of its own. Raises `ArgumentError` for a checkpoint that can't be read or has what can't be made of weights.
+    makes one of its own. Raises `ArgumentError` for a checkpoint that can't be read or has what can't be made of weights, or is
+    another one on another rank.
     `manifest()` raises `ManifestMismatch`, which names them, for weights of another shape than the checkpoint's, tied ones and
     ones of another kind of dtype, and where the checkpoint has none of the source's weights quantised.
     """
@@ -67,11 +76,13 @@ class QuantizedAdapter(WrappingSource):
         self._schemes = schemes_of(checkpoint)
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
         self._ranks = OwnGroup(process_group) if together else None
+        self._check_alike()
         self._plain: Manifest | None = None
         self._manifest = Manifest(())
         self._quantised: dict[int, Scheme] = {}
         self._places: tuple[int, ...] = ()
         self._maxima: dict[int, torch.Tensor] = {}
+        self._told: threading.Thread | None = None
 
     def configure(self, config: Config) -> None:
         super().configure(config)
@@ -102,12 +113,27 @@ class QuantizedAdapter(WrappingSource):
 
     def expect_reads(self, times: int) -> None:
         # Tensors whose blocks are cut are looked at before: then the source is read once more for each time.
-        again = self._cut() or self._source.made_together()
-        super().expect_reads(2 * times if again else times)
+        # Whether another rank's are is not known yet.
+        super().expect_reads(2 * times if self._ranks is not None or self._cut() else times)
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
         ours = {self._manifest.tensors[self._places[index] + i].name for index in self._quantised for i in (0, 1)}
         return super().adopt_dtypes({name: dtype for name, dtype in rules.items() if name not in ours})
+
+    def _check_alike(self) -> None:
+        """Collective; raises `ArgumentError` if ranks read different schemes: parts of a block would get different scales."""
+        if self._ranks is None:
+            return
+        mine = hashlib.sha256(repr(sorted(self._schemes.items())).encode()).digest()
+        with self._ranks.used() as group:
+            everyone = exchange_bytes(mine, group)
+        if apart := [rank for rank, one in enumerate(everyone) if one != everyone[0]]:
+            raise ArgumentError(
+                f"trainer ranks {apart} have another quantised checkpoint under {self._checkpoint!r} than rank 0",
+                hint="give all ranks the checkpoint of the engine; on several hosts, the same revision",
+                side="trainer",
+                rank=apart[0],
+            )
 
     def _ready(self) -> WeightSource:
         if self._plain is None:
@@ -165,7 +191,10 @@ class QuantizedAdapter(WrappingSource):
                 values = self._values(item)
                 del item  # before the next one is made
                 at = (box.offsets[0], box.offsets[1])
-                if (known := self._maxima.get(box.tensor)) is not None:
+                known = self._maxima.get(box.tensor)
+                if known is None and not anew and _cuts(box, scheme):
+                    continue  # the beginning of a copy: the rest of its last blocks is gone
+                if known is not None:
                     maxima = known[_touched(box, scheme)].to(values.device)
                 else:
                     maxima = block_maxima(values, at, scheme.block)
@@ -214,6 +243,10 @@ class QuantizedAdapter(WrappingSource):
     def _exchanged(self) -> dict[int, torch.Tensor]:
         """The largest absolute value of each block, of the tensors of which some rank has parts of blocks, by the tensor's index
         in the source's manifest. Collective; raises on all ranks what one of them raises."""
+        if self._told is not None:
+            self._told.join()  # it ends with the group's time limit
+        if self._ranks is not None:
+            self._ranks.renew()
         with self._telling() as told:
             told.cut = sorted(self._cut())
         grids = {tensor: self._quantised[tensor].grid for tensor in told.cut}
@@ -230,27 +263,43 @@ class QuantizedAdapter(WrappingSource):
                     touched = _touched(item.box, scheme)
                     maxima[touched] = torch.maximum(maxima[touched], own.cpu())
         if self._ranks is not None:
-            dist.all_reduce(flat, dist.ReduceOp.MAX, group=self._ranks.group)
+            with self._ranks.used() as group:
+                dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
         return found
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[_Told]:
         """What this rank does, and then tells the others; what it yields has afterwards what all of them told. A rank that fails
-        tells that, and all raise its error: none waits in a collective for a rank that doesn't come."""
+        raises its error at once, and tells it; all raise it: none waits in a collective for a rank that doesn't come."""
         told = _Told()
         try:
             yield told
         except BaseException as error:
             if self._ranks is not None:
-                told.error = WeightwireError.wrap(error).info()
-                exchange_bytes(msgspec.msgpack.encode(told), self._ranks.group)
+                rank = dist.get_rank(self._ranks.group)
+                told.error = WeightwireError.wrap(error).at(side="trainer", rank=rank).info()
+                # Beside it: the others may still be in collectives of the source, which miss this rank.
+                self._told = start_thread(functools.partial(self._tell, told), name="weightwire-telling")
+                leave(self._told)
             raise
         if self._ranks is None:
             return
-        everyone = [decode_as(one, _Told) for one in exchange_bytes(msgspec.msgpack.encode(told), self._ranks.group)]
+        everyone = self._exchange(told)
         if failed := next((one.error for one in everyone if one.error is not None), None):
             raise WeightwireError.of(failed)
         told.cut = sorted({tensor for one in everyone for tensor in one.cut})
+
+    def _tell(self, told: _Told) -> None:
+        try:
+            self._exchange(told)
+        except WeightwireError as error:
+            logger.warning("weightwire: this rank can't tell the others that it failed: %s", error)
+
+    def _exchange(self, told: _Told) -> list[_Told]:
+        assert self._ranks is not None
+        with self._ranks.used() as group:
+            everyone = exchange_bytes(msgspec.msgpack.encode(told), group)
+        return [decode_as(one, _Told) for one in everyone]
 
 
 def _touched(box: Box, scheme: Scheme) -> tuple[slice, slice]:
