@@ -212,6 +212,12 @@ def test_a_model_that_is_not_the_checkpoints_is_refused_and_says_why(checkpoints
         QuantizedAdapter(weights, path)  # type: ignore[arg-type]
 
 
+def test_a_rank_that_knows_nothing_of_the_others_makes_no_scale_of_its_part_of_a_block(checkpoints: Path) -> None:
+    source = QuantizedAdapter(ModuleAdapter(large(), rank=0, world_size=5), checkpoints / "large")
+    with pytest.raises(ManifestMismatch, match=r"hold only parts of a_proj\.weight.*after torch\.distributed"):
+        list(source.slices())
+
+
 def test_dtypes_that_the_engine_tells_reach_the_source_and_not_what_is_quantised(checkpoints: Path) -> None:
     source = QuantizedAdapter(ModuleAdapter(dense(), dtype_rules="engine"), checkpoints / "fp8 in blocks")
     manifest = source.manifest()

@@ -255,6 +255,7 @@ class QuantizedAdapter(WrappingSource):
         flat = torch.zeros(sum(map(math.prod, grids.values())), device="cpu")
         parts = torch.split(flat, [math.prod(grid) for grid in grids.values()])
         found = {tensor: part.view(grid) for (tensor, grid), part in zip(grids.items(), parts, strict=True)}
+        seen = dict.fromkeys(grids, 0)
         with self._telling(), torch.no_grad():
             for item in self._source.slices():
                 if (maxima := found.get(item.box.tensor)) is not None:
@@ -262,9 +263,20 @@ class QuantizedAdapter(WrappingSource):
                     own = block_maxima(self._values(item), at, scheme.block).nan_to_num(nan=math.inf, posinf=math.inf)
                     touched = _touched(item.box, scheme)
                     maxima[touched] = torch.maximum(maxima[touched], own.cpu())
+                    seen[item.box.tensor] += item.tensor.numel()
+        sums = torch.tensor(list(seen.values()), device="cpu")
         if self._ranks is not None:
             with self._ranks.used() as group:
                 dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(sums, group=group)
+        counted = zip(grids, sums.tolist(), strict=True)
+        if parts_only := [t for t, held in counted if held != math.prod(self._quantised[t].shape)]:
+            names = [self._manifest.tensors[self._places[tensor]].name for tensor in parts_only]
+            raise ManifestMismatch(
+                f"the ranks of this QuantizedAdapter hold only parts of {first_few(names)}",
+                hint="make it after torch.distributed is initialised, for all ranks that send parts (process_group=)",
+                side="trainer",
+            )
         return found
 
     @contextlib.contextmanager
