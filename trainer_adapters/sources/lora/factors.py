@@ -117,8 +117,10 @@ class PeftFactors:
             source = self._source
             manifest = source.manifest()
             if self.own is not None:
-                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self.own.group)
-                found = {name: tensor.clone() for name, tensor in whole}
+                self.own.renew()
+                with self.own.used() as group:
+                    whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=group)
+                    found = {name: tensor.clone() for name, tensor in whole}
                 self._compare(source, manifest, found)
             else:
                 found = {manifest.tensors[item.box.tensor].name: item.tensor for item in source.slices()}
