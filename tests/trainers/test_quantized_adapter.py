@@ -194,6 +194,15 @@ def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Pa
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ArgumentError, match="quant_method 'awq'"):
         schemes_of(path)
+    (path / "config.json").write_text(json.dumps({"quantization_config": ["fp8"]}))
+    with pytest.raises(ArgumentError, match="can't be read"):
+        schemes_of(path)
+    blocks = write_checkpoint(tmp_path / "blocks", quantised(dense(), "fp8 in blocks"), "fp8 in blocks")
+    about = json.loads((blocks / "config.json").read_text())
+    about["quantization_config"]["weight_block_size"] = ["16", "16"]
+    (blocks / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ArgumentError, match="can't be made of the trainer's weights"):
+        schemes_of(blocks)
 
 
 def test_a_model_that_is_not_the_checkpoints_is_refused_and_says_why(checkpoints: Path) -> None:

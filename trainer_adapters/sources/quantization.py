@@ -92,10 +92,9 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
     try:
         directory = checkpoint_directory(str(checkpoint))
         config = json.loads((directory / "config.json").read_text())
-        parts = (
-            config,
-            config.get("text_config") or {},
-        )  # as engines do: of images and text, the text's alone may have it
+        parts = (config, config.get("text_config") or {})  # as engines do: the model of the text alone may have it
+        given = (one.get("quantization_config") or one.get("compression_config") for one in parts)
+        about: dict[str, Any] = dict(next(filter(None, given), {}))
         headers = read_headers(directory)
     except Exception as error:
         raise ArgumentError(
@@ -103,9 +102,6 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
             hint="give the directory of the checkpoint that the engine was started from; a name of the hub is found if this "
             "machine has a copy (`hf download`)",
         ) from error
-    about: dict[str, Any] = next(
-        filter(None, (one.get("quantization_config") or one.get("compression_config") for one in parts)), {}
-    )
     method = about.get("quant_method")
     if method not in ("fp8", "compressed-tensors"):
         raise ArgumentError(
@@ -175,7 +171,9 @@ def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int,
         sizes = [[1, shape[1]] for one in weights if one.get("strategy") == "channel" and one.get("symmetric", True)]
         sizes += [one.get("block_structure") for one in weights if one.get("strategy") == "block"]
     return [
-        (int(size[0]), int(size[1])) for size in sizes if isinstance(size, list) and len(size) == 2 and min(size) > 0
+        (size[0], size[1])
+        for size in sizes
+        if isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)
     ]
 
 
