@@ -91,7 +91,8 @@ def live_ties(model: EngineModel) -> dict[str, str]:
         if storage != storage_id(tensor):
             raise EngineUnsupported(
                 f"{name} and {other} are tied by the model's class, and are two weights in the running engine",
-                hint="start the engine from a checkpoint whose configuration says how its weights are tied",
+                hint="start the engine from a checkpoint whose configuration says how its weights are tied; if the engine "
+                "packs one of the two for its processor (a convolution in bfloat16 on a CPU), serve the model in another dtype",
                 phase="open",
             )
     return ties
