@@ -53,7 +53,8 @@ from inference_plugin.wire.tracing import carried
 __all__ = ["TRANSPORT"]
 
 PROBE_BYTES = 64
-PROBE_S = 5.0
+PROBE_S = 20.0
+"""How long a worker tries to read the trainer's memory. On a busy machine making its agent alone takes seconds."""
 
 FEWEST_BYTES = 1 << 16
 """Of a buffer that a worker registers; larger ones are powers of two, so that few are replaced by larger ones."""
