@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from inference_plugin.transports.nixl_agent import has_nixl
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import Driver, Server, eventually
@@ -210,8 +211,9 @@ def test_updates_through_every_policy_and_transport_and_back_again(live: Live) -
 @pytest.mark.skipif(not has_nixl(), reason="NIXL is in the environment of the newest vLLM only")
 @pytest.mark.parametrize("live", list(ENGINES), indirect=True)
 def test_workers_read_updates_out_of_the_trainers_memory(live: Live) -> None:
+    patient = Config(control_timeout_s=60.0)  # on a busy machine making NIXL's agent takes seconds
     for which in "BA":
-        live.update(which, install="standby", transport="nixl")
+        live.update(which, install="standby", transport="nixl", config=patient)
         live.assert_serves(which)
 
 
