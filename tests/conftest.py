@@ -24,14 +24,9 @@ other, spinning. A reference of `transformers` took five times the CPU time."""
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 """Transport `nixl` is there where it names devices."""
 
-os.environ.update(
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_worker_niceness="0",
-    RAY_worker_register_timeout_seconds="600",
-    RAY_gcs_rpc_server_connect_timeout_s="600",
-)
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_worker_register_timeout_seconds="600")
 """For each Ray that a test starts. Its workers have nice 15 by default: beside tests that keep the cores busy they get a few
-percent of one, and an actor that took 3 s to start took minutes. A client gives Ray's server 5 s to answer."""
+percent of one, and an actor that took 3 s to start took minutes."""
 
 SMOKE = (
     "tests/wire/",

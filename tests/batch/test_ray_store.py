@@ -382,6 +382,12 @@ def plasma_mib(ray: Any) -> int:
     """What lies in the object store, as Ray counts it."""
     from ray._private.internal_api import memory_summary
 
-    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    def answer() -> str | None:
+        try:
+            return memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)  # type: ignore[no-any-return]
+        except ray.exceptions.RaySystemError:  # it gives Ray's server 5 s, which is little on a busy machine
+            return None
+
+    summary = eventually(answer, "an answer of Ray's server")
     (line,) = [line for line in summary.splitlines() if line.startswith("Plasma memory usage")]
     return int(line.split()[3])

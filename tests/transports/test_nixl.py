@@ -3,6 +3,7 @@ wrongly, or stops in, is a typed error."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -350,10 +351,16 @@ def test_a_cut_connection_costs_one_read(lent: tuple[int, bytes, int]) -> None:
     before = {each.fd for each in connections("tcp")}
     receiver = NixlReceiver()
     receiver.check_probe(probe)
+    cut = 0
     for each in connections("tcp"):
         if each.fd not in before and each.status == psutil.CONN_ESTABLISHED:
-            with socket.socket(fileno=os.dup(each.fd)) as cut:
-                cut.shutdown(socket.SHUT_RDWR)
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(each.fd)) as one,
+            ):  # UCX may have closed it since
+                one.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    assert cut
     time.sleep(0.2)  # UCX hears of it
     with pytest.raises(TransportUnavailable):
         receiver.check_probe(probe)
