@@ -12,16 +12,25 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 __all__ = ["check_quantises_nothing", "dtype_line", "dtype_rules"]
 
 MOST_RULES = 12
+WIDE = ("float64", "float32", "float16", "bfloat16")
+VALUES = ("float8_e4m3", "float8_e5m2")
+"""What dtypes of quantised values begin with. Not float8_e8m0fnu, the dtype of scales: a cast of it to float32 is exact."""
 
 
 def check_quantises_nothing(own: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raises `ManifestMismatch` if the engine wants tensors in eight bits that have more: a cast has no scales. Both by name."""
-    wide = {name for name, dtype in own.items() if dtype in ("float64", "float32", "float16", "bfloat16")}
-    if cast := [name for name, dtype in wanted.items() if dtype.startswith(("float8", "int8")) and name in wide]:
+    """Raises `ManifestMismatch` where a cast would make a quantised tensor, or undo one: a cast knows no scales. Both by name."""
+    if cast := [name for name, dtype in wanted.items() if dtype.startswith(("float8", "int8")) and own[name] in WIDE]:
         raise ManifestMismatch(
             f"the engine holds quantised weights, and a cast would leave its scales as they are: {first_few(cast)}",
             hint="QuantizedAdapter(source, checkpoint) sends them quantised as the engine's checkpoint is; or start the engine "
             "from weights in the trainer's dtype, which it quantises itself as it loads them",
+            phase="open",
+        )
+    if cast := [name for name, dtype in wanted.items() if dtype in WIDE and own[name].startswith(VALUES)]:
+        raise ManifestMismatch(
+            f"the trainer's weights are quantised, the engine's are not, and a cast would lose their scales: {first_few(cast)}",
+            hint="multiply them with their scales in the trainer; if they have none, give the trainer's adapter, or update, "
+            + dtype_line(dict(wanted)),
             phase="open",
         )
 

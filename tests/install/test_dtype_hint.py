@@ -67,6 +67,18 @@ def test_no_cast_is_offered_in_place_of_a_quantisation() -> None:
     assert raised.value.dtypes == {} and "QuantizedAdapter" in raised.value.hint
 
 
+def test_no_cast_is_offered_in_place_of_the_scales_of_a_quantised_trainer() -> None:
+    """An update with dtype="engine" took the quantised values themselves for the weights. Who names the dtypes may do so."""
+    model = PlainEngineModel(2, 0, 1)
+    tensors = checkpoint(1)
+    tensors["layers.0.out.weight"] = tensors["layers.0.out.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(ManifestMismatch, match=r"lose their scales: layers\.0\.out\.weight \(1 in all\)") as raised:
+        ModelInstaller(model).open(manifest_of(tensors), "copy", partial=False)
+    assert raised.value.dtypes == {}
+    dtypes = pasted(raised.value.hint.rpartition("or update, ")[2]).resolve({n: t.dtype for n, t in tensors.items()})
+    ModelInstaller(model).open(manifest_of({n: t.to(dtypes[n]) for n, t in tensors.items()}), "copy", partial=False)
+
+
 class OfIntegers(PlainEngineModel):
     """An engine whose loader makes floats of a tensor of its checkpoint, as SGLang's does of experts in four bits."""
 
