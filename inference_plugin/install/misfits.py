@@ -66,6 +66,11 @@ class Misfits:
         own = {name: shape for name, (shape, _) in self._checkpoint.items()}
         if any(".lora_A." in name or ".base_layer." in name for name in sent):
             hint = "these are names of a PEFT model's state dict: give the PEFT model itself, which is merged as it is sent"
+        elif any(f"{name}_packed" in own or f"{name.removesuffix('weight')}qweight" in own for name in sent):
+            hint = (
+                "the engine's checkpoint has these weights quantised: QuantizedAdapter(source, checkpoint) sends INT4 of "
+                "compressed-tensors; send other formats, such as GPTQ and AWQ, as the checkpoint has them, by ExportAdapter"
+            )
         elif lacking := _prefix(sent, own):
             hint = (
                 f"the engine's names begin with {lacking!r}: give the whole model, such as AutoModelForCausalLM's, not a part of "

@@ -24,7 +24,16 @@ GROUP = 32
 IN_A_WORD = 8
 """Numbers of four bits in an int32."""
 
-NEED_AVX512 = ("w4a16", "w4a16-asymmetric", "gptq", "awq", "fp8-kv-scales", "fp8-kv-scales-whole", "fp8-one-kv-scale")
+NEED_AVX512 = (
+    "w4a16",
+    "w4a16-asymmetric",
+    "int4 in groups",
+    "gptq",
+    "awq",
+    "fp8-kv-scales",
+    "fp8-kv-scales-whole",
+    "fp8-one-kv-scale",
+)
 """vLLM for CPUs without AVX-512 (`_C_AVX2`) has no kernel for four-bit weights or an FP8 KV cache: no engine starts."""
 
 Parts = Mapping[str, torch.Tensor]

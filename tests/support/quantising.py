@@ -1,5 +1,5 @@
 """Quantised checkpoints, made of plain tensors by other code than ours: vLLM's for FP8 in blocks, compressed-tensors' for 8 bits
-with a scale per channel or per block."""
+with a scale per channel or per block and for the packing of four bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["KINDS", "as_vllm_quantises", "config_of", "large", "quantised", "write_checkpoint"]
+__all__ = ["KINDS", "as_vllm_quantises", "INT4", "SIZES", "config_of", "large", "quantised", "write_checkpoint"]
 
 BLOCK = 16
 """Rows and columns of a block. Small beside the tiny models' matrices, whose sizes are no multiples of it."""
@@ -30,10 +30,14 @@ def kinds(block: int = BLOCK) -> dict[str, dict[str, Any]]:
         "int8 per channel": {"type": "int", "strategy": "channel"},
         "fp8 per channel": {"type": "float", "strategy": "channel"},
         "fp8 per block": {"type": "float", "strategy": "block", "block_structure": [block, block]},
+        "int4 in groups": {"type": "int", "strategy": "group", "group_size": block, "num_bits": 4},
     }
 
 
 KINDS = tuple(kinds())
+INT4 = "int4 in groups"
+SIZES = {INT4: {"hidden_size": 48, "intermediate_size": 144}}
+"""Sizes of a model for this kind, whose groups fill the matrices; ranks that halve their columns cut groups, but not words."""
 
 
 def large() -> dict[str, torch.Tensor]:
@@ -53,6 +57,11 @@ def quantised(tensors: Mapping[str, torch.Tensor], kind: str, block: int = BLOCK
     for name, tensor in tensors.items():
         if not is_quantised(name, tensor):
             found[name] = tensor
+        elif about.get("num_bits") == 4:
+            if tensor.shape[1] % block:
+                found[name] = tensor
+            else:
+                found |= _as_trained_in_int4(name, tensor, block)
         elif about.get("quant_method") == "fp8":
             found[name], found[f"{name}_scale_inv"] = as_vllm_quantises(tensor, [block, block], "scale_fmt" in about)
         else:
@@ -82,22 +91,38 @@ def _by_compressed_tensors(tensor: torch.Tensor, kind: dict[str, Any]) -> tuple[
     return quantize(values, scales, zero_point, how, dtype=dtype), scales
 
 
+def _as_trained_in_int4(name: str, tensor: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """The grid of quantisation-aware training, as slime's `_FakeInt4QuantizationSTE` defines it."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    rows, columns = tensor.shape
+    grouped = tensor.float().view(rows, columns // group, group)
+    scales = torch.clamp(grouped.abs().amax(-1, keepdim=True) / 7, min=1e-5)
+    steps = torch.clamp(torch.round(grouped / scales), -7, 7).view(rows, columns)
+    return {
+        f"{name}_packed": pack_to_int32(steps.to(torch.int8), 4),
+        f"{name}_scale": scales.squeeze(-1).to(tensor.dtype),
+        f"{name}_shape": torch.tensor([rows, columns]),
+    }
+
+
 def config_of(kind: str, block: int = BLOCK) -> dict[str, Any]:
     """`quantization_config` of a checkpoint."""
     about = kinds(block)[kind]
     if "quant_method" in about:
         return about
     scheme = {"num_bits": 8, "type": about["type"], "symmetric": True}
+    packed = about["strategy"] == "group"
     group = {
         "targets": ["Linear"],
         "weights": {**scheme, "dynamic": False, **about},
-        "input_activations": {**scheme, "strategy": "token", "dynamic": True},
+        "input_activations": None if packed else {**scheme, "strategy": "token", "dynamic": True},
         "output_activations": None,
     }
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": f"{about['type']}-quantized",
+        "format": "pack-quantized" if packed else f"{about['type']}-quantized",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,

@@ -61,15 +61,15 @@ def refused(action: Callable[[], object]) -> Result:
 # --- models -------------------------------------------------------------------
 
 
-def tiny_qwen3(tied: bool = True, key_heads: int = 1) -> nn.Module:
+def tiny_qwen3(tied: bool = True, key_heads: int = 1, hidden_size: int = 36, intermediate_size: int = 130) -> nn.Module:
     """Odd in every size that FSDP divides: vocabulary 251, head_dim 10, intermediate 130."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=251,
-        hidden_size=36,
-        intermediate_size=130,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=key_heads,

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from inference_plugin.wire.config import Config
-from tests.support.quantising import KINDS, large
+from tests.support.quantising import KINDS, SIZES, large
 from tests.support.rig import eventually
 from tests.trainers.dtensor_worker import PLAN
 from tests.trainers.observing import Result, main, nudge, observe, refused, tiny_qwen3, tiny_qwen3_moe
@@ -32,8 +33,8 @@ from trainer_adapters import (
 CHECKPOINTS = Path(sys.argv[2])
 
 
-def dense() -> Any:
-    model = tiny_qwen3(tied=False, key_heads=2).bfloat16()
+def dense(kind: str = "") -> Any:
+    model = tiny_qwen3(tied=False, key_heads=2, **SIZES.get(kind, {})).bfloat16()
     nudge(model)
     return model
 
@@ -49,14 +50,18 @@ def observed(source: WeightSource, checkpoint: str) -> Result:
 
 
 def each_kind_from_uneven_shards() -> Result:
-    model = fsdp(dense())
-    return {kind: observed(FSDPAdapter(model), kind) for kind in KINDS}
+    return {kind: observed(FSDPAdapter(fsdp(dense(kind))), kind) for kind in KINDS}
 
 
 def each_kind_from_columns_and_rows() -> Result:
-    model: Any = dense()
-    parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
-    return {kind: observed(DTensorAdapter(model), kind) for kind in KINDS}
+    mesh = init_device_mesh("cpu", (2,))
+    return {kind: observed(DTensorAdapter(parallelize_module(dense(kind), mesh, PLAN)), kind) for kind in KINDS}
+
+
+def from_columns_that_share_a_number() -> Result:
+    weight = distribute_tensor(torch.ones(4, 24, dtype=torch.bfloat16), init_device_mesh("cpu", (2,)), [Shard(1)])
+    source = QuantizedAdapter(DTensorAdapter({"down_proj.weight": weight}), CHECKPOINTS / "words")
+    return {"claims": refused(source.claims), "slices": refused(lambda: list(source.slices()))}
 
 
 def from_copies_of_which_each_rank_sends_a_part() -> Result:
@@ -182,6 +187,7 @@ def ranks_that_have_different_numbers_of_groups() -> Result:
 CASES = [
     each_kind_from_uneven_shards,
     each_kind_from_columns_and_rows,
+    from_columns_that_share_a_number,
     from_copies_of_which_each_rank_sends_a_part,
     from_an_export_that_the_ranks_make_together,
     experts,

@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
-from tests.support.quantising import KINDS, as_vllm_quantises, config_of, large, quantised, write_checkpoint
+from tests.support.quantising import (
+    INT4,
+    KINDS,
+    SIZES,
+    as_vllm_quantises,
+    config_of,
+    large,
+    quantised,
+    write_checkpoint,
+)
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
@@ -26,8 +35,8 @@ from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize
 FP8 = torch.float8_e4m3fn
 
 
-def dense() -> dict[str, torch.Tensor]:
-    model = tiny_qwen3(tied=False, key_heads=2).bfloat16()
+def dense(kind: str = "") -> dict[str, torch.Tensor]:
+    model = tiny_qwen3(tied=False, key_heads=2, **SIZES.get(kind, {})).bfloat16()
     nudge(model)
     return state(model)
 
@@ -45,9 +54,11 @@ def experts() -> dict[str, torch.Tensor]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for kind in KINDS:
-        write_checkpoint(directory / kind, quantised(dense(), kind), kind)
+        write_checkpoint(directory / kind, quantised(dense(kind), kind), kind)
     made = quantised(large(), "fp8 in blocks", 128)
     write_checkpoint(directory / "large", made, "fp8 in blocks", 128)
+    columns = {"down_proj.weight": torch.ones(4, 24).bfloat16()}
+    write_checkpoint(directory / "words", quantised(columns, INT4, 24), INT4, 24)
     write_checkpoint(directory / "experts", quantised(experts(), "fp8 in blocks"), "fp8 in blocks")
     return directory
 
@@ -66,7 +77,14 @@ def assert_is_quantised(seen: list[dict[str, Any]], gold: dict[str, torch.Tensor
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["each_kind_from_uneven_shards", "each_kind_from_columns_and_rows"])
 def test_blocks_that_ranks_have_parts_of_are_quantised_as_the_whole_matrix_is(two: Ranks, case: str, kind: str) -> None:
-    assert_is_quantised([seen[kind] for seen in of(two, case)], dense(), kind)
+    assert_is_quantised([seen[kind] for seen in of(two, case)], dense(kind), kind)
+
+
+def test_shards_that_end_within_one_number_of_packed_values_are_refused(two: Ranks) -> None:
+    for seen in of(two, "from_columns_that_share_a_number"):
+        for one in (seen["claims"], seen["slices"]):
+            assert one["error"] == "ManifestMismatch"
+            assert "down_proj.weight_packed has columns" in one["text"] and "multiple of 8 columns" in one["text"]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +157,8 @@ def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) ->
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
     whole = (torch.randn(rows, columns, generator=random) * 10 ** data.draw(st.integers(-6, 3))).to(dtype)
-    grid = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     power_of_two = data.draw(st.booleans())
-    scheme = Scheme((rows, columns), FP8, block, "s", grid, torch.float32, power_of_two, reciprocal=True)
+    scheme = Scheme((rows, columns), FP8, block, torch.float32, (), power_of_two, reciprocal=True)
     expected, expected_scales = as_vllm_quantises(whole, list(block), power_of_two)
     scales = scheme.scale(block_maxima(whole, (0, 0), block))
     assert torch.equal(scales, expected_scales)
@@ -189,7 +206,7 @@ def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Pa
     with pytest.raises(ArgumentError, match="can't be read"):
         schemes_of(tmp_path / "nowhere")
     path = write_checkpoint(tmp_path / "plain", dense(), "fp8 in blocks")
-    with pytest.raises(ArgumentError, match="no weight in FP8 or INT8"):
+    with pytest.raises(ArgumentError, match="no weight in FP8, INT8 or INT4"):
         schemes_of(path)
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ArgumentError, match="quant_method 'awq'"):

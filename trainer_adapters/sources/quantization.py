@@ -7,9 +7,12 @@ Schemes whose numbers follow from one block of the weight alone:
   that of vLLM's `per_block_cast_to_fp8`.
 - compressed-tensors with 8 bits, FP8 or INT8, symmetric, a scale per output channel or per block, under `NAME_scale`: `amax` over
   half the range of the type, rounded to the scale's dtype; the formula is that of its `calculate_qparams`.
+- compressed-tensors with INT4, symmetric, in groups of columns (`pack-quantized`, as Kimi-K2 is published): `amax / 7`, at least
+  1e-5, and values from -7 to 7. This is the grid on which slime and miles train (quantisation-aware training), not that of
+  `calculate_qparams`, which divides by 7.5. Eight values lie in an int32, the first in its lowest bits.
 
 What a whole layer must know (one scale per tensor, which engines share between fused layers), what is measured (scales of
-activations), and formats in fewer bits are not made.
+activations), and floating-point formats in fewer bits are not made.
 """
 
 from __future__ import annotations
@@ -20,22 +23,32 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from inference_plugin.wire.checkpoint_headers import checkpoint_directory, read_headers
 from inference_plugin.wire.errors import ArgumentError, first_few
+from inference_plugin.wire.manifest import TensorSpec
+from inference_plugin.wire.tensors import dtype_name
+
+Headers: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 __all__ = ["Scheme", "block_maxima", "quantize", "schemes_of"]
 
 LEAST_AMAX = 1e-4
 """A block of FP8 whose values are all smaller gets the scale of this one."""
 
+LARGEST_INT4, LEAST_INT4_SCALE = 7, 1e-5
+INT4_ZERO = 8
+"""What is added to a value of INT4 before it is packed."""
+IN_A_WORD = 8
+"""How many values of INT4 are in an int32."""
+
 ROWS_AT_ONCE = 256
 """How many rows are in float32 at a time, where each row has a scale."""
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, PACKED = torch.float8_e4m3fn, torch.int8, torch.int32
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 MEASURED = (
     "input_scale",
@@ -49,20 +62,25 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one weight of shape `(rows, columns)` is kept: its dtype, the rows and columns of a block, and its scales.
+    """How one weight of shape `(rows, columns)` is kept: the dtype of its values (int32 where INT4 is packed), and the rows and
+    columns of a block.
 
-    `scales`: the name of the tensor of scales, its shape and dtype. `reciprocal`: values are multiplied by the scale's
-    reciprocal, as vLLM does for FP8 in blocks, and not divided by it.
+    `tensors`: those that the checkpoint has of it: the values, the scales and, where values are packed, the weight's shape.
+    `reciprocal`: values are multiplied by the scale's reciprocal, as vLLM does for FP8 in blocks, and not divided by it.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     block: tuple[int, int]
-    scales: str
-    scales_shape: tuple[int, ...]
     scales_dtype: torch.dtype
-    power_of_two: bool
-    reciprocal: bool
+    tensors: tuple[TensorSpec, ...]
+    power_of_two: bool = False
+    reciprocal: bool = False
+
+    @property
+    def in_a_word(self) -> int:
+        """How many columns of the weight are one of the tensor of values."""
+        return IN_A_WORD if self.dtype == PACKED else 1
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -70,7 +88,10 @@ class Scheme:
         return math.ceil(self.shape[0] / self.block[0]), math.ceil(self.shape[1] / self.block[1])
 
     def scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scales of blocks whose largest absolute values are `amax` (float32), as they are stored."""
+        """The scales, for `quantize`, of blocks whose largest absolute values are `amax` (float32). They are stored in the dtype
+        of scales; those of packed values are rounded to it only then."""
+        if self.dtype == PACKED:
+            return (amax / LARGEST_INT4).clamp(LEAST_INT4_SCALE)
         if self.reciprocal:
             scale = amax.clamp(LEAST_AMAX) / torch.finfo(self.dtype).max
         else:
@@ -112,32 +133,28 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
         )
     found: dict[str, Scheme] = {}
     strange: list[str] = []
-    for name, (shape, dtype) in headers.items():
-        if name.rpartition(".")[2] in MEASURED or name.endswith("_packed"):
+    for name, (_, dtype) in headers.items():
+        weight = name.removesuffix("_packed")
+        if name.rpartition(".")[2] in MEASURED:
             strange.append(name)
-        elif dtype in (FP8, INT8):
-            if (scheme := _scheme(name, shape, dtype, about, headers)) is None:
+        elif weight != name or dtype in (FP8, INT8):
+            if (scheme := _packed(weight, about, headers) if weight != name else _scheme(name, about, headers)) is None:
                 strange.append(name)
             else:
-                found[name] = scheme
+                found[weight] = scheme
     if strange:
         raise ArgumentError(
             f"{directory} has tensors that can't be made of the trainer's weights: {first_few(sorted(strange))}",
-            hint="what can be made: FP8 in blocks with weight_scale_inv, and 8 bits of compressed-tensors with scales per "
-            "channel or block, symmetric, activations scaled while the engine runs",
+            hint="what can be made: FP8 in blocks with weight_scale_inv, 8 bits of compressed-tensors with scales per channel or "
+            "block, and its packed INT4 in groups; symmetric, activations scaled while the engine runs",
         )
     if not found:
-        raise ArgumentError(f"{directory} has no weight in FP8 or INT8 with scales")
+        raise ArgumentError(f"{directory} has no weight in FP8, INT8 or INT4 with scales")
     return found
 
 
-def _scheme(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    about: Mapping[str, Any],
-    headers: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-) -> Scheme | None:
+def _scheme(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | None:
+    shape, dtype = headers[name]
     in_blocks = about["quant_method"] == "fp8"
     scales = f"{name}_scale_inv" if in_blocks else f"{name}_scale"
     scales_shape, scales_dtype = headers.get(scales, ((), torch.bool))
@@ -146,18 +163,45 @@ def _scheme(
     for block in _blocks(shape, about):
         grid = tuple(math.ceil(size / width) for size, width in zip(shape, block, strict=True))
         if scales_shape == grid or (grid[1] == 1 and scales_shape == grid[:1]):
-            power_of_two = about.get("scale_fmt") == "ue8m0" or scales_dtype == torch.float8_e8m0fnu
             return Scheme(
                 (shape[0], shape[1]),
                 dtype,
                 block,
-                scales,
-                scales_shape,
                 scales_dtype,
-                power_of_two,
+                _specs(headers, name, scales),
+                power_of_two=about.get("scale_fmt") == "ue8m0" or scales_dtype == torch.float8_e8m0fnu,
                 reciprocal=in_blocks,
             )
     return None
+
+
+def _packed(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | None:
+    parts = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
+    if any(len(headers.get(part, ((), None))[0]) != dims for part, dims in zip(parts, (2, 2, 1), strict=True)):
+        return None
+    (words, dtype), (grid, scales_dtype) = headers[parts[0]], headers[parts[1]]
+    if dtype != PACKED or scales_dtype not in SCALES:
+        return None
+    shape = words[0], words[1] * IN_A_WORD
+    for group in _weights(about, 4):
+        width = group.get("group_size")
+        if (group.get("strategy"), group.get("type", "int"), group.get("symmetric", True)) != ("group", "int", True):
+            continue
+        if not isinstance(width, int) or width <= 0 or width % IN_A_WORD or shape[1] % width:
+            continue
+        if grid == (shape[0], shape[1] // width):
+            return Scheme(shape, dtype, (1, width), scales_dtype, _specs(headers, *parts))
+    return None
+
+
+def _specs(headers: Headers, *names: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, dtype_name(headers[name][1]), headers[name][0]) for name in names)
+
+
+def _weights(about: Mapping[str, Any], bits: int) -> list[Mapping[str, Any]]:
+    """What compressed-tensors says of the weights of each group of layers that has them in so many bits."""
+    weights = [group.get("weights") or {} for group in (about.get("config_groups") or {}).values()]
+    return [one for one in weights if one.get("num_bits", 8) == bits]  # fewer than 8 may lie in bytes, too
 
 
 def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -165,9 +209,7 @@ def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int,
     if about["quant_method"] == "fp8":
         sizes = [about.get("weight_block_size")]
     else:
-        groups = about.get("config_groups") or {}
-        weights = [group.get("weights") or {} for group in groups.values()]
-        weights = [one for one in weights if one.get("num_bits", 8) == 8]  # fewer bits may lie in bytes too
+        weights = _weights(about, 8)
         sizes = [[1, shape[1]] for one in weights if one.get("strategy") == "channel" and one.get("symmetric", True)]
         sizes += [one.get("block_structure") for one in weights if one.get("strategy") == "block"]
     return [
@@ -199,8 +241,10 @@ def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, in
 
 
 def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: torch.Tensor) -> torch.Tensor:
-    """The stored values of a part of a weight that begins at `at`; `scales`: those of the blocks that it touches, as stored."""
-    made = torch.empty(values.shape, dtype=scheme.dtype, device=values.device)
+    """The stored values of a part of a weight that begins at `at`; `scales`: those of the blocks that it touches, of
+    `Scheme.scale`. Where values are packed, the part begins and ends at a multiple of `Scheme.in_a_word` columns."""
+    shape = (values.shape[0], values.shape[1] // scheme.in_a_word)
+    made = torch.empty(shape, dtype=scheme.dtype, device=values.device)
     widths = torch.tensor(_widths(at[1], values.shape[1], scheme.block[1]), device=values.device)
     factors = 1.0 / scales.float() if scheme.reciprocal else scales.float()
     taken = 0
@@ -212,7 +256,10 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: 
             factor = factor.repeat_interleave(widths, 1)
         part = values[first:last].float()
         part = part * factor if scheme.reciprocal else part / factor
-        if scheme.dtype == INT8:
+        if scheme.dtype == PACKED:
+            codes = (part.round_().clamp_(-LARGEST_INT4, LARGEST_INT4) + INT4_ZERO).to(torch.uint8)
+            part = (codes[:, ::2] | (codes[:, 1::2] << 4)).view(PACKED)
+        elif scheme.dtype == INT8:
             part = part.round_().clamp_(-128, 127)
         else:
             largest = torch.finfo(scheme.dtype).max

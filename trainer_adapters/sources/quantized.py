@@ -26,7 +26,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ErrorInfo, ManifestMismatch, WeightwireError, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
-from inference_plugin.wire.tensors import dtype_name, torch_dtype
+from inference_plugin.wire.tensors import torch_dtype
 from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.exchange import OwnGroup, exchange_bytes
 from trainer_adapters.sources.left_behind import leave
@@ -50,10 +50,10 @@ class QuantizedAdapter(WrappingSource):
     `source`: any other source, with the checkpoint's names; its weights are in float32, bfloat16 or float16, in any sharding.
     `checkpoint`: what the engine was started from, a directory or a name in the hub of which this machine has a copy; only
     `config.json` and the headers of its files are read. Taken are FP8 in blocks (`quant_method: fp8`, with
-    `weight_block_size`) and 8-bit weights of compressed-tensors (FP8, INT8) with symmetric scales per channel or block; the
-    formulas are in `trainer_adapters.sources.quantization`.
+    `weight_block_size`), 8-bit weights of compressed-tensors (FP8, INT8) with symmetric scales per channel or block, and its
+    packed INT4 in symmetric groups; the formulas are in `trainer_adapters.sources.quantization`.
 
-    Each quantised weight is followed by its scales, under the checkpoint's name for them. A weight is quantised from its value in
+    Each quantised weight travels as the tensors that the checkpoint has of it. A weight is quantised from its value in
     the dtype in which `source` would send it, in float32.
 
     Make it on every rank of `process_group` (default: torch.distributed's), in the same order as other process groups: it
@@ -102,13 +102,13 @@ class QuantizedAdapter(WrappingSource):
         for box in claimed:
             found.append(self._placed(box))
             if (scheme := self._quantised.get(box.tensor)) is not None and (scales := self._scales_box(box, scheme)):
-                found.append(scales)
+                found += [scales, *self._shape_box(box)]
         return tuple(found)
 
     def made_together(self) -> frozenset[int]:
         together = {self._places[index] for index in self._ready().made_together()}
         if self._ranks is not None:
-            together |= {place + i for place in map(self._places.__getitem__, self._quantised) for i in (0, 1)}
+            together |= self._made()
         return frozenset(together)
 
     def expect_reads(self, times: int) -> None:
@@ -117,8 +117,14 @@ class QuantizedAdapter(WrappingSource):
         super().expect_reads(2 * times if self._ranks is not None or self._cut() else times)
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
-        ours = {self._manifest.tensors[self._places[index] + i].name for index in self._quantised for i in (0, 1)}
+        ours = {self._manifest.tensors[index].name for index in self._made()}
         return super().adopt_dtypes({name: dtype for name, dtype in rules.items() if name not in ours})
+
+    def _made(self) -> set[int]:
+        """The tensors, by index in the manifest, that this adapter makes of quantised weights."""
+        return {
+            self._places[index] + i for index, scheme in self._quantised.items() for i in range(len(scheme.tensors))
+        }
 
     def _check_alike(self) -> None:
         """Collective; raises `ArgumentError` if ranks read different schemes: parts of a block would get different scales."""
@@ -159,8 +165,7 @@ class QuantizedAdapter(WrappingSource):
             elif not torch_dtype(spec.dtype).is_floating_point or torch_dtype(spec.dtype).itemsize == 1:
                 wrong.append(f"{spec.name} is {spec.dtype}")
             quantised[index] = scheme
-            tensors.append(TensorSpec(spec.name, dtype_name(scheme.dtype), spec.shape))
-            tensors.append(TensorSpec(scheme.scales, dtype_name(scheme.scales_dtype), scheme.scales_shape))
+            tensors += scheme.tensors
         if wrong:
             raise ManifestMismatch(
                 f"weights can't be quantised as {self._checkpoint} has them: {first_few(wrong)}",
@@ -208,7 +213,11 @@ class QuantizedAdapter(WrappingSource):
                     slice(math.ceil(start / width) - start // width, None)
                     for start, width in zip(at, scheme.block, strict=True)
                 )
-                yield LocalSlice(own, scales[rows, columns].reshape(own.sizes).contiguous())
+                kept = scales[rows, columns].to(scheme.scales_dtype)
+                yield LocalSlice(own, kept.reshape(own.sizes).contiguous())
+                for shape in self._shape_box(box):
+                    dtype = torch_dtype(self._manifest.tensors[shape.tensor].dtype)
+                    yield LocalSlice(shape, torch.tensor(scheme.shape, dtype=dtype, device=kept.device))
 
     def _values(self, item: LocalSlice) -> torch.Tensor:
         """A slice's values in the dtype in which the source would send them."""
@@ -216,7 +225,24 @@ class QuantizedAdapter(WrappingSource):
         return item.tensor.detach().to(torch_dtype(self._plain.tensors[item.box.tensor].dtype))
 
     def _placed(self, box: Box) -> Box:
-        return Box(self._places[box.tensor], box.offsets, box.sizes)
+        """Where a box of the source's manifest lies in ours. Raises `ManifestMismatch` if it cuts a number that values share."""
+        place, scheme = self._places[box.tensor], self._quantised.get(box.tensor)
+        if scheme is None or scheme.in_a_word == 1:
+            return Box(place, box.offsets, box.sizes)
+        (top, left), (rows, columns), width = box.offsets, box.sizes, scheme.in_a_word
+        if left % width or columns % width:
+            raise ManifestMismatch(
+                f"a shard of {self._manifest.tensors[place].name} has columns {left} to {left + columns - 1}; {width} of them "
+                "lie in one number, which ranks can't share",
+                hint=f"shard it by rows, or by a multiple of {width} columns; or send it in the engine's format by ExportAdapter",
+                side="trainer",
+            )
+        return Box(place, (top, left // width), (rows, columns // width))
+
+    def _shape_box(self, box: Box) -> list[Box]:
+        """The shape that goes with a box of a weight whose values are packed: with the first one."""
+        first = box.offsets == (0, 0) and len(self._quantised[box.tensor].tensors) == 3
+        return [Box(self._places[box.tensor] + 2, (0,), (2,))] if first else []
 
     def _scales_box(self, box: Box, scheme: Scheme) -> Box | None:
         """The scales that go with a box of a weight: of the blocks whose first value it has. None if there are none."""
@@ -225,7 +251,7 @@ class QuantizedAdapter(WrappingSource):
         sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         if 0 in sizes:
             return None
-        dims = len(scheme.scales_shape)
+        dims = len(scheme.tensors[1].shape)
         return Box(self._places[box.tensor] + 1, tuple(starts[:dims]), tuple(sizes[:dims]))
 
     def _cut(self) -> set[int]:
@@ -236,9 +262,10 @@ class QuantizedAdapter(WrappingSource):
                 hint="give a source that has claims()",
                 side="trainer",
             )
-        return {
-            box.tensor for box in claimed if box.tensor in self._quantised and _cuts(box, self._quantised[box.tensor])
-        }
+        boxes = [box for box in claimed if box.tensor in self._quantised]
+        for box in boxes:
+            self._placed(box)  # or it raises
+        return {box.tensor for box in boxes if _cuts(box, self._quantised[box.tensor])}
 
     def _exchanged(self) -> dict[int, torch.Tensor]:
         """The largest absolute value of each block, of the tensors of which some rank has parts of blocks, by the tensor's index
