@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from tests.support.quantising import (
@@ -167,6 +168,28 @@ def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) ->
     touched = scales[top // block[0] : math.ceil(bottom / block[0]), left // block[1] : math.ceil(right / block[1])]
     part = quantize(whole[top:bottom, left:right], (top, left), scheme, touched)
     assert torch.equal(part.view(torch.uint8), expected[top:bottom, left:right].view(torch.uint8))
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be launched on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(FP8, (128, 128)), (torch.int8, (1, 4096)), (torch.int32, (1, 32))])
+def test_a_matrix_of_a_thousand_blocks_is_quantised_by_twenty_operations(dtype: torch.dtype, block: Any) -> None:
+    """On a device each costs a launch; it was one for each row of blocks and more. "meta" is a device that has no values."""
+    scheme = Scheme((4096, 4096), dtype, block, torch.float32, (), reciprocal=dtype == FP8)
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    with Operations() as operations:
+        quantize(weight, (0, 0), scheme, scheme.scale(block_maxima(weight, (0, 0), block)))
+    assert 0 < operations.count <= 20
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------

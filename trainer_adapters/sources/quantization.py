@@ -45,8 +45,8 @@ INT4_ZERO = 8
 IN_A_WORD = 8
 """How many values of INT4 are in an int32."""
 
-ROWS_AT_ONCE = 256
-"""How many rows are in float32 at a time, where each row has a scale."""
+ELEMENTS_AT_ONCE, ELEMENTS_ON_A_DEVICE = 1 << 19, 1 << 26
+"""How many elements are in float32 at a time, unless one row of blocks has more."""
 
 FP8, INT8, PACKED = torch.float8_e4m3fn, torch.int8, torch.int32
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -222,21 +222,12 @@ def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int,
 def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
     """The largest absolute value in each block that `values`, a part of a matrix that begins at `at`, touches: float32, a row for
     each row of blocks. NaN where a block has NaN."""
-    widths = _widths(at[1], values.shape[1], block[1])
     rows = []
-    for first, last in _spans(at[0], values.shape[0], block[0]):
-        part = values[first:last]
-        if block[0] == 1:
-            highest = (
-                part if len(widths) > 1 else torch.maximum(part.amax(1, keepdim=True), -part.amin(1, keepdim=True))
-            )
-        else:
-            highest = torch.maximum(part.amax(0, keepdim=True), -part.amin(0, keepdim=True))
-        if len(widths) > 1:
-            highest = torch.cat([one.abs().amax(1, keepdim=True) for one in torch.split(highest, widths, 1)], 1)
-        elif block[0] > 1:
-            highest = highest.amax(1, keepdim=True)
-        rows.append(highest.float())
+    for first, last in _spans(values, at[0], block[0]):
+        part = _magnitudes(values[first:last])
+        if block[0] > 1:
+            part = _largest(part, at[0] + first, block[0], 0)
+        rows.append(_largest(part, at[1], block[1], 1).view(values.dtype).float())
     return torch.cat(rows)
 
 
@@ -245,20 +236,22 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: 
     `Scheme.scale`. Where values are packed, the part begins and ends at a multiple of `Scheme.in_a_word` columns."""
     shape = (values.shape[0], values.shape[1] // scheme.in_a_word)
     made = torch.empty(shape, dtype=scheme.dtype, device=values.device)
-    widths = torch.tensor(_widths(at[1], values.shape[1], scheme.block[1]), device=values.device)
     factors = 1.0 / scales.float() if scheme.reciprocal else scales.float()
-    taken = 0
-    for first, last in _spans(at[0], values.shape[0], scheme.block[0]):
-        count = last - first if scheme.block[0] == 1 else 1
-        factor = factors[taken : taken + count]
-        taken += count
-        if len(widths) > 1:
-            factor = factor.repeat_interleave(widths, 1)
-        part = values[first:last].float()
-        part = part * factor if scheme.reciprocal else part / factor
+    (top, left), (height, width) = at, scheme.block
+    whole = left % width == 0 and values.shape[1] % width == 0
+    for first, last in _spans(values, top, height):
+        factor = factors[(top + first) // height - top // height : math.ceil((top + last) / height) - top // height]
+        if 1 < len(factor) < last - first:
+            factor = _expanded(factor, top + first, last - first, height, 0)
+        part = values[first:last].to(torch.float32, copy=True)
+        if whole:
+            blocks, factor = torch.unflatten(part, 1, (-1, width)), factor[:, :, None]
+        else:
+            blocks, factor = part, _expanded(factor, left, values.shape[1], width, 1)
+        part = (blocks.mul_(factor) if scheme.reciprocal else blocks.div_(factor)).view_as(part)
         if scheme.dtype == PACKED:
-            codes = (part.round_().clamp_(-LARGEST_INT4, LARGEST_INT4) + INT4_ZERO).to(torch.uint8)
-            part = (codes[:, ::2] | (codes[:, 1::2] << 4)).view(PACKED)
+            codes = part.round_().clamp_(-LARGEST_INT4, LARGEST_INT4).add_(INT4_ZERO).to(torch.int8).view(torch.int16)
+            part = (codes >> 4).bitwise_or_(codes).to(torch.uint8).view(PACKED)  # of two bytes, the lower one is kept
         elif scheme.dtype == INT8:
             part = part.round_().clamp_(-128, 127)
         else:
@@ -268,12 +261,34 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: 
     return made
 
 
-def _spans(at: int, length: int, width: int) -> Iterable[tuple[int, int]]:
-    """The rows to work on at once: those of one row of blocks; some hundred, where each row is one."""
-    step = ROWS_AT_ONCE if width == 1 else width
-    return itertools.pairwise([0, *range(step - at % width, length, step), length])
+def _spans(values: torch.Tensor, at: int, height: int) -> Iterable[tuple[int, int]]:
+    """The rows to work on at once, which end between blocks of `height` rows: as many as a processor's cache holds; on a device,
+    where each operation costs a launch, as many as leave the working copies small."""
+    elements = ELEMENTS_AT_ONCE if values.device.type == "cpu" else ELEMENTS_ON_A_DEVICE
+    step = height * max(1, elements // (height * max(1, values.shape[1])))
+    return itertools.pairwise([0, *range(step - at % height, len(values), step), len(values)])
 
 
-def _widths(at: int, length: int, width: int) -> list[int]:
-    """How wide the parts are into which blocks of `width` cut a range of `length` that begins at `at`."""
-    return [last - first for first, last in itertools.pairwise([0, *range(width - at % width, length, width), length])]
+def _magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """The bits of absolute values: in their order, NaN is the largest, and maxima of whole numbers are faster."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
+    return values.view(whole) & torch.iinfo(whole).max
+
+
+def _largest(values: torch.Tensor, at: int, width: int, dim: int) -> torch.Tensor:
+    """The largest of each block of `width` along `dim`; `values` begin at `at` there. The first and last block may be parts."""
+    length = values.shape[dim]
+    head = min(-at % width, length)
+    tail = (length - head) % width
+    parts = (0, head, head), (head, length - tail, width), (length - tail, length, tail)
+    made = [
+        torch.unflatten(values.narrow(dim, first, last - first), dim, (-1, of)).amax(dim + 1)
+        for first, last, of in parts
+        if last > first
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made, dim)
+
+
+def _expanded(factors: torch.Tensor, at: int, length: int, width: int, dim: int) -> torch.Tensor:
+    """The factor of each of the `length` rows or columns that begin at `at`, from those of their blocks."""
+    return factors.repeat_interleave(width, dim).narrow(dim, at % width, length)
