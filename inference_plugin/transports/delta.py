@@ -267,12 +267,10 @@ class DeltaLane(Lane):
 
 class LastSent:
     """A copy of the bytes that a rank sent last, in the host's memory. `name`: what workers call these bytes; b"" unless all of
-    them were written. `name_before`: the same of the update before, while one is being written. `instead`: what needs no
-    copy."""
+    them were written. `name_before`: the same of the update before, while one is being written."""
 
-    def __init__(self, instead: str) -> None:
+    def __init__(self) -> None:
         self.name = self.name_before = b""
-        self._instead = instead
         self._fingerprint = ""
         """Of the manifest whose boxes these are."""
         self._kept: dict[Box, Bytes] = {}
@@ -316,7 +314,7 @@ class LastSent:
     def _ask_for_memory(self, nbytes: int) -> None:
         if self._unasked_bytes < nbytes:
             self._unasked_bytes = max(nbytes, CHECKED_BYTES)
-            check_fits(self._unasked_bytes, "a copy of what was sent last", self._instead)
+            check_fits(self._unasked_bytes, "a copy of what was sent last", "transport='zmq' keeps none")
         self._unasked_bytes -= nbytes
 
 
@@ -327,7 +325,7 @@ class DeltaSender(ZmqSender):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = LastSent("transport='zmq' keeps none")
+        self._last = LastSent()
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         """Every worker is sent its own, of which it may hold something else than another."""

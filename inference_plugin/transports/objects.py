@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import logging
 import re
 import threading
 import time
@@ -25,8 +24,6 @@ from inference_plugin.wire.errors import (
 )
 
 __all__ = ["KEY", "ByteRange", "ObjectStore", "merged_ranges", "why_no_fsspec"]
-
-logger = logging.getLogger(__name__)
 
 KEY = r"^[0-9a-z][0-9a-z-]{0,63}/[0-9a-z][0-9a-z-]{0,63}\Z"
 """Of an object, below the store's URL."""

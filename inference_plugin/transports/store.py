@@ -82,7 +82,7 @@ class StoreSender(ZmqSender):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = LastSent("transport='zmq' keeps none")
+        self._last = LastSent()
         self._chain = Chain()
         self._store: ObjectStore | None = None
         self._folder = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(4)

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -394,7 +393,3 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
-
-
-def socket_path(directory: Path, name: str) -> str:
-    return str(directory / name)

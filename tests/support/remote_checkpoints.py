@@ -110,9 +110,6 @@ def remote(
     return Medium(make, prompt, sound, dtype, vllm={"trust_remote_code": code} | vllm)
 
 
-LLAMA: Shapes = model(lambda _: NORMS | attention("self_attn") | mlp("mlp"))
-
-
 def qwen(at: str) -> Shapes:
     """A Qwen3 whose names begin with `at`."""
     shapes = model(

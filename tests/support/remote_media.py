@@ -12,7 +12,6 @@ from tests.support.written_checkpoints import NORMS, ROPE, Shapes, attention, ml
 __all__ = ["REMOTE_MEDIA"]
 
 NARROW: int = TOWER["hidden_size"]
-NO_HEADS: dict[str, Any] = {name: value for name, value in SHAPE.items() if name != "head_dim"}
 
 # --- ERNIE 4.5 VL -----------------------------------------------------------------------------------------------------
 

@@ -49,16 +49,6 @@ def peer(directory: Path) -> Iterator[Peer]:
     one.context.destroy(linger=0)
 
 
-def rep_that_never_answers(address: str, ready: str) -> None:
-    socket = zmq.Context().socket(zmq.REP)
-    socket.bind(address)
-    Path(ready).touch()
-    socket.recv()
-    Path(ready + ".asked").touch()
-    socket.recv()  # a REP must answer first: this raises
-    raise AssertionError
-
-
 def rep_that_hangs(address: str, ready: str) -> None:
     import signal
 

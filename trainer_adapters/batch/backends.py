@@ -38,9 +38,9 @@ class Until:
     deadline_s: float
     is_cancelled: bool = False
 
-    def left_s(self, at_most_s: float = LOOK_S) -> float:
+    def left_s(self) -> float:
         """Seconds that the next wait may take; 0 once the time is up."""
-        return 0.0 if self.is_cancelled else max(0.0, min(at_most_s, self.deadline_s - time.monotonic()))
+        return 0.0 if self.is_cancelled else max(0.0, min(LOOK_S, self.deadline_s - time.monotonic()))
 
 
 class Backend(Protocol):

@@ -50,7 +50,7 @@ class Lease:
 
 @dataclass(slots=True)
 class _Consumer:
-    process: ProcessId | None
+    process: ProcessId | None = None
     leases: dict[int, Lease] = field(default_factory=dict)
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
 
@@ -84,7 +84,7 @@ class Leases:
         known = self.consumers.get(consumer.session)
         if known is None:
             self._make_room()
-            known = self.consumers[consumer.session] = _Consumer(None)
+            known = self.consumers[consumer.session] = _Consumer()
         known.process = (consumer.pid, consumer.start_ticks)
         if len(known.leases) >= MAX_LEASES:
             raise ProtocolError(
@@ -102,7 +102,7 @@ class Leases:
         if (known := self.consumers.get(session)) is None:
             # The request for its first lease may come yet, on another connection.
             self._make_room()
-            known = self.consumers[session] = _Consumer(None)
+            known = self.consumers[session] = _Consumer()
         for end in ends:
             lease = known.leases.get(end.number)
             if not end.indexes:

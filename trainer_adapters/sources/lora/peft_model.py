@@ -73,13 +73,12 @@ class PeftStructure:
 
     - `inside`: for each module that PEFT put around another, by its prefix, the attributes that lead to the inner one.
     - `additions`: by the weight's name in the base model, in the order in which they are added.
-    - `shapes` of these weights and the `ties` that the base model declares, both by the base model's names.
+    - `ties`: those that the base model declares, by its own names.
     - `replaced`: modules and biases that the adapters train as a whole.
     """
 
     inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     additions: Mapping[str, tuple[Addition, ...]] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
 
@@ -103,7 +102,6 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     parts = _parts_of(model, only)
     inside, problems = parts.inside, parts.problems
     additions: dict[str, tuple[Addition, ...]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     for prefix, layer in parts.layers:
         if (base := _without_wrappers(prefix, inside)) is None:
             continue  # inside a module that another one replaces
@@ -111,9 +109,8 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         if problem := (_state_of(layer) if only is None else "") or _problem_of(layer, active, alone=only is not None):
             problems.append(f"{base[:-1]} {problem}")
             continue
-        for name, weight, added in _additions_of(prefix, layer, active):
+        for name, added in _additions_of(prefix, layer, active):
             additions[base + name] = additions.get(base + name, ()) + added
-            shapes[base + name] = shape_of(weight)
     if problems:
         raise ManifestMismatch(
             f"adapters that can't be sent: {first_few(problems)}",
@@ -130,7 +127,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         _without_wrappers(alias, inside, declared=True) or "": _without_wrappers(source, inside, declared=True) or ""
         for alias, source in module_ties(model).items()
     }
-    return PeftStructure(inside, additions, shapes, ties, tuple(parts.replaced))
+    return PeftStructure(inside, additions, ties, tuple(parts.replaced))
 
 
 def base_changed_by(model: torch.nn.Module, adapter: str) -> str:
@@ -247,10 +244,8 @@ def _has(layer: Any, adapter: str) -> bool:
     return adapter in layer.lora_A or adapter in layer.lora_embedding_A
 
 
-def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[str, Any, tuple[Addition, ...]]]:
-    """The layer's adapted weights: name in the layer, the weight, its additions."""
-    base = layer.get_base_layer()
-    own_name = getattr(layer, "parameter_name", "weight")
+def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[str, tuple[Addition, ...]]]:
+    """The layer's adapted weights: name in the layer, its additions."""
     products: list[Addition] = []
     biases: list[Addition] = []
     for adapter in active:
@@ -266,8 +261,8 @@ def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[
         products.append(AddedProduct(a, b, scaling, transposed, experts, magnitude))
         if layer.lora_bias[adapter]:
             biases.append(AddedBias(f"{prefix}lora_B.{adapter}.bias", scaling))
-    found = [(own_name, getattr(base, own_name), tuple(products))] if products else []
-    return [*found, ("bias", base.bias, tuple(biases))] if biases else found
+    found = [(getattr(layer, "parameter_name", "weight"), tuple(products))] if products else []
+    return [*found, ("bias", tuple(biases))] if biases else found
 
 
 def _without_wrappers(name: str, inside: Mapping[str, Sequence[str]], *, declared: bool = False) -> str | None:
