@@ -8,7 +8,7 @@ import click
 
 from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import heard_or_not, line, print_json, problem, stop
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.channel import worker_channel
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, ReplicaCard, WorkerCard
@@ -30,7 +30,7 @@ def close(group: str, job: str | None, as_json: bool) -> None:
     """
     found = asked(addresses.discover(job))
     if not found:
-        raise stop(addresses.none_runs(job))
+        raise stop(diagnosis.none_runs(job))
     rows = [_closed(group, replica) for replica in found]
     if not any(row["had"] or row["problems"] for row in rows):
         open_groups = sorted({each.group for replica in found for rank in replica["workers"] for each in rank.groups})

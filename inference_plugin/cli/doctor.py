@@ -11,7 +11,7 @@ import click
 from inference_plugin import __version__
 from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
-from inference_plugin.net import addresses, curve, listening
+from inference_plugin.net import addresses, curve, diagnosis, listening
 from inference_plugin.wire.config import OTHER_VARIABLES, Config, misspelt_variables, settings
 from inference_plugin.wire.errors import AuthError, ConfigError, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard
@@ -81,12 +81,12 @@ def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[st
         facts["stale_replicas_removed"] = [card.replica for card in addresses.stale_replicas(job)]
         replicas = addresses.discover(job)
         problems += addresses.unreadable_cards()
-        problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
-        facts["starting"] = addresses.starting(job)
+        problems += [f"runs without the plug-in: {text}" for text in diagnosis.problems(job)]
+        facts["starting"] = diagnosis.starting(job)
         if not replicas:
             told = "this job has replicas in {}: set WEIGHTWIRE_RUNTIME_DIR to it"
-            problems += [told.format(root) for root in addresses.elsewhere(job)]
-        addresses.check_writable(job)
+            problems += [told.format(root) for root in diagnosis.elsewhere(job)]
+        diagnosis.check_writable(job)
         addresses.ipc_address(addresses.new_replica_id("registry"), "r", job)
     except WeightwireError as error:
         problems.append(str(error))

@@ -8,7 +8,7 @@ import click
 
 from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.records import last_report
 from inference_plugin.wire.errors import ConfigError
 from inference_plugin.wire.messages import GroupStatus, ReplicaCard
@@ -24,8 +24,8 @@ def status(job: str | None, as_json: bool) -> None:
     """Shows the job's replicas with their groups, versions and states, and each group's last update; engines that are starting;
     and engines that run without the plug-in, with the reason."""
     found = asked(addresses.discover(job))
-    starting = addresses.starting(job)
-    without = addresses.problems(job)
+    starting = diagnosis.starting(job)
+    without = diagnosis.problems(job)
     groups = sorted({group.group for replica in found for worker in replica["workers"] for group in worker.groups})
     reports = {group: report for group in groups if (report := last_report(group, job)) is not None}
     for replica in found:
@@ -41,12 +41,12 @@ def status(job: str | None, as_json: bool) -> None:
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
         try:
-            addresses.check_writable(job)
+            diagnosis.check_writable(job)
         except ConfigError as error:
             problem(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
-        for root in addresses.elsewhere(job):
+        for root in diagnosis.elsewhere(job):
             line(f"this job has replicas in {root}: set WEIGHTWIRE_RUNTIME_DIR to it")
-        if others := addresses.other_jobs(job):
+        if others := diagnosis.other_jobs(job):
             line(f"replicas of other jobs run here: {', '.join(others)}; --job NAME shows them")
         line("an engine appears once it has imported its modules; `weightwire doctor` looks for problems")
         return

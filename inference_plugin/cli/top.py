@@ -12,7 +12,7 @@ import click
 
 from inference_plugin.cli.app import Seconds, as_json_option, is_orphaned, job_option
 from inference_plugin.cli.output import print_json, terminal
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.records import last_reports, record_of
 from inference_plugin.wire.reports import gib
 
@@ -79,7 +79,7 @@ def _look(job: str | None) -> dict[str, Any]:
     return {
         "job": job or addresses.job_name(),
         "replicas": replicas,
-        "starting": addresses.starting(job),
+        "starting": diagnosis.starting(job),
         "updates": [
             {
                 "group": group,

@@ -11,7 +11,7 @@ import click
 from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.cli.output import line, print_json, stop
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.channel import coordinator_channel
 from inference_plugin.wire.errors import WeightwireError, first_few
 from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
@@ -70,7 +70,7 @@ def verify(
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
         raise stop(
-            addresses.none_runs(job)
+            diagnosis.none_runs(job)
             if replica is None
             else f"no replica {replica} runs; `weightwire status` lists them"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from inference_plugin.net import addresses
+from inference_plugin.net import diagnosis
 from inference_plugin.wire.errors import EngineUnsupported, WeightwireError
 
 __all__ = ["add", "all_or_none", "contained", "installed_version", "run_without", "wrap"]
@@ -88,7 +88,7 @@ def run_without(engine: str, error: BaseException, logger: logging.Logger, about
         why,
     )
     try:
-        addresses.note_problem(engine, why)
+        diagnosis.note_problem(engine, why)
     except Exception as unwritten:  # noqa: BLE001 -- whatever keeps it from being written, the engine starts
         logger.warning("weightwire: `weightwire doctor` won't know of it: %s", unwritten)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inference_plugin.engines.monkeypatch import contained
-from inference_plugin.net import addresses
+from inference_plugin.net import diagnosis
 from inference_plugin.wire.errors import WeightwireError
 
 __all__ = ["begin_start", "end_start", "ends_start"]
@@ -26,7 +26,7 @@ def begin_start(engine: str, model: object, logger: logging.Logger) -> None:
     end_start()
     with contained("noting that the engine starts", logger):
         try:
-            _marks.append(addresses.note_start(engine, f"model {model}"))
+            _marks.append(diagnosis.note_start(engine, f"model {model}"))
         except (OSError, WeightwireError) as error:
             logger.warning("weightwire: until it is a replica, `weightwire status` won't show this engine: %s", error)
 

@@ -28,16 +28,16 @@ import msgspec
 
 from inference_plugin.net.held import hold, is_held, read_plain
 from inference_plugin.net.listening import is_abandoned, lacks_room, listens_on, make_private
-from inference_plugin.net.processes import ancestors_of, has_ended, start_ticks
+from inference_plugin.net.processes import has_ended, start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
-    "boot_id", "check_writable", "checked_job", "discover", "elsewhere", "here", "ipc_address", "is_published", "job_name",
-    "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "note_problem",
-    "note_start", "problems", "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir",
-    "stale_replicas", "starting", "write_card",
+    "boot_id", "checked_job", "discover", "here", "ipc_address", "is_published", "is_stale", "job_name", "job_path",
+    "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "owner_of",
+    "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir", "stale_replicas",
+    "unreadable_cards", "write_card",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,17 @@ def checked_job(name: str, given_as: str) -> str:
     return name
 
 
+def job_path(job: str | None = None) -> Path:
+    """Where the job's directory is, or will be made."""
+    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
+        root = Path(base).absolute()
+    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
+        root = Path(xdg) / "weightwire"
+    else:
+        root = Path(f"/tmp/weightwire-{os.getuid()}")
+    return root / (job or job_name())
+
+
 def runtime_dir(job: str | None = None) -> Path:
     """The job's directory, made with mode 0700 if it isn't there.
 
@@ -72,7 +83,7 @@ def runtime_dir(job: str | None = None) -> Path:
     there, that directory gets the sticky bit, so that they can't exchange the job's. Raises `AuthError` if somebody else owns
     it, `ConfigError` if it can't be made.
     """
-    path = _job_path(job)
+    path = job_path(job)
     for directory in (path.parent, path):
         make_private(directory)
     with contextlib.suppress(FileNotFoundError):  # it was removed just now; its next user reports that
@@ -98,25 +109,15 @@ def _keep_in_place(root: Path) -> None:
             ) from error
 
 
-def check_writable(job: str | None) -> None:
-    """Raises `ConfigError` if no card could be written into the runtime directory just now."""
-    path = runtime_dir(job) / f"{new_replica_id('room')}.tmp"
-    try:
-        path.write_bytes(bytes(4096))
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can be written into {path.parent}: {error.strerror or error}",
-            hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
-            phase="start",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
 def new_replica_id(engine: str) -> str:
     """A short id that no other replica has or had: engine, pid, start of the process, 48 random bits."""
     return f"{engine}-{os.getpid()}-{start_ticks()}-{secrets.token_hex(6)}"
+
+
+def owner_of(path: Path) -> tuple[int, int] | None:
+    """The process in the name of a file of the runtime directory: its pid and its start."""
+    found = _OWNER.match(path.name)
+    return (int(found["pid"]), int(found["started"])) if found else None
 
 
 def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
@@ -126,7 +127,7 @@ def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
     except ConfigError as error:
         if not lacks_room(error):
             raise
-        directory = _job_path(job)  # whoever listens there waits for room, or says that there is none
+        directory = job_path(job)  # whoever listens there waits for room, or says that there is none
     path = str(directory / f"{replica}.{endpoint}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise AuthError(
@@ -202,14 +203,14 @@ def write_card(card: ReplicaCard) -> None:
 
 def is_published(card: ReplicaCard) -> bool:
     """Whether the replica's card exists, whatever its content."""
-    return (_job_path(card.job) / f"{card.replica}.card").exists()
+    return (job_path(card.job) / f"{card.replica}.card").exists()
 
 
 def discover(job: str | None = None) -> list[ReplicaCard]:
     """Cards of all living replicas of the job, by id. Leftovers of dead ones are removed."""
     living = []
     for card in list(_cards(job)):
-        if _is_stale(card):
+        if is_stale(card):
             remove_replica(card.replica, card.job)
         else:
             living.append(card)
@@ -225,7 +226,16 @@ def unreadable_cards() -> list[str]:
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
     """Cards whose process is gone: it was killed, or the host rebooted. A process of another pid namespace is judged by its
     socket: it is gone when nobody listens there any more."""
-    return [card for card in _cards(job) if _is_stale(card)]
+    return [card for card in _cards(job) if is_stale(card)]
+
+
+def is_stale(card: ReplicaCard) -> bool:
+    """Whether the card's process is gone; see `stale_replicas`."""
+    if card.boot_id == boot_id():
+        return has_ended(card.pid, card.start_ticks)
+    if card.boot_id.partition("/")[0] != boot_id().partition("/")[0]:
+        return True
+    return card.address.startswith("ipc://") and is_abandoned(Path(card.address.removeprefix("ipc://")))
 
 
 def remove_card(card: ReplicaCard) -> None:
@@ -240,82 +250,6 @@ def remove_replica(replica: str, job: str | None = None) -> None:
         path.unlink(missing_ok=True)
 
 
-def note_problem(engine: str, text: str) -> None:
-    """Records why this process runs `engine` without the plug-in, for `problems`."""
-    path = runtime_dir() / f"{new_replica_id(engine)}.problem"
-    try:
-        replace_file(path, text.encode(), held=True)
-    except OSError:
-        path.touch()  # on a full disk the file alone still says that there is a problem
-        hold(path, path.suffix)
-        raise
-
-
-def problems(job: str | None = None) -> list[str]:
-    """Which living processes run an engine without the plug-in, and why."""
-    unknown = "its reason could not be written down; the engine's log has it"
-    return [f"{process}: {why or unknown}" for process, why in _notes(".problem", job)]
-
-
-def note_start(engine: str, about: str) -> Path:
-    """Records that this process starts `engine`, for `starting`, in place of what the processes that it descends from recorded.
-    Whoever called removes the file when the replica is there; the next reader does so when the process has ended."""
-    path = runtime_dir() / f"{new_replica_id(engine)}.starting"
-    replace_file(path, about.encode(), held=True)
-    ancestors = {(pid, start_ticks(pid)) for pid in ancestors_of(os.getpid())}
-    for other in path.parent.glob(f"{engine}-*.starting"):
-        if _owner(other) in ancestors:
-            other.unlink(missing_ok=True)
-    return path
-
-
-def starting(job: str | None = None) -> list[str]:
-    """Which living processes start an engine that is no replica yet, in words."""
-    return [f"{process}: {about}" for process, about in _notes(".starting", job)]
-
-
-def none_runs(job: str | None = None) -> str:
-    """Says that the job has no replica here, and what `looked` tells."""
-    return f"no replica of job {job or job_name()!r} runs; {looked(job)}"
-
-
-def looked(job: str | None = None) -> str:
-    """Says where the job's replicas were looked up, whether a card could be written there, which engines start or run without
-    the plug-in, and which other jobs have replicas here."""
-    told = [f"looked in {runtime_dir(job)}"]
-    try:
-        check_writable(job)
-    except ConfigError as error:
-        told.append(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
-    told += [f"starting: {text}" for text in starting(job)]
-    told += [f"without the plug-in: {text}" for text in problems(job)]
-    told += [f"this job has replicas in {root}: set WEIGHTWIRE_RUNTIME_DIR to it" for root in elsewhere(job)]
-    if others := other_jobs(job):
-        told.append(f"replicas of other jobs run here: {', '.join(map(repr, others))}")
-    return "; ".join(told)
-
-
-def other_jobs(job: str | None = None) -> list[str]:
-    """The jobs beside this one that have living replicas in the same place: one name may be a misspelt other."""
-    return sorted(_living_jobs(_job_path().parent) - {job or job_name()})
-
-
-def elsewhere(job: str | None = None) -> list[str]:
-    """Other default runtime directories with living replicas of the job: a shell and a service may differ in XDG_RUNTIME_DIR."""
-    own, mine, uid = _job_path().parent, job or job_name(), os.getuid()
-    roots = (Path(f"/tmp/weightwire-{uid}"), Path(f"/run/user/{uid}/weightwire"))
-    return [str(root) for root in roots if root != own and mine in _living_jobs(root)]
-
-
-def _living_jobs(root: Path) -> set[str]:
-    found = set()
-    for path in root.glob("*/*.card"):
-        with contextlib.suppress(ProtocolError, OSError):
-            card = decode_as(read_plain(path), ReplicaCard)
-            found |= set() if _is_stale(card) else {card.job}
-    return found
-
-
 @functools.cache
 def boot_id() -> str:
     """This host's boot and this process's pid namespace: within both, a pid means one process."""
@@ -326,14 +260,6 @@ def boot_id() -> str:
 def here() -> str:
     """Identifies this host and pid namespace, and the job by its runtime directory."""
     return f"{boot_id()} {runtime_dir()}"
-
-
-def _is_stale(card: ReplicaCard) -> bool:
-    if card.boot_id == boot_id():
-        return has_ended(card.pid, card.start_ticks)
-    if card.boot_id.partition("/")[0] != boot_id().partition("/")[0]:
-        return True
-    return card.address.startswith("ipc://") and is_abandoned(Path(card.address.removeprefix("ipc://")))
 
 
 def _remove_orphans(replicas: set[str], job: str | None) -> None:
@@ -349,35 +275,11 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
             path.unlink(missing_ok=True)
 
 
-def _notes(suffix: str, job: str | None) -> Iterator[tuple[str, str]]:
-    """Living processes that left a file with this suffix, in words, each with its text."""
-    for path in sorted(runtime_dir(job).glob(f"*{suffix}")):
-        if (owner := _owner(path)) and (not has_ended(*owner) or is_held(path)):
-            with contextlib.suppress(OSError):  # it was removed just now
-                yield f"{path.name.partition('-')[0]} process {owner[0]}", read_plain(path).decode(errors="replace")
-
-
 def _living(pattern: str) -> dict[str, tuple[int, int]]:
-    owners = [(path, owner) for path in sorted(runtime_dir().glob(pattern)) if (owner := _owner(path))]
+    owners = [(path, owner) for path in sorted(runtime_dir().glob(pattern)) if (owner := owner_of(path))]
     here = {f"ipc://{path}": owner for path, owner in owners if not has_ended(*owner)}
     elsewhere = [path for path, _ in owners if f"ipc://{path}" not in here and path.is_socket()]
     return here | {f"ipc://{path}": (0, 0) for path in elsewhere if not is_abandoned(path)}
-
-
-def _owner(path: Path) -> tuple[int, int] | None:
-    """The process in the name of a file of the runtime directory: its pid and its start."""
-    found = _OWNER.match(path.name)
-    return (int(found["pid"]), int(found["started"])) if found else None
-
-
-def _job_path(job: str | None = None) -> Path:
-    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
-        root = Path(base).absolute()
-    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
-        root = Path(xdg) / "weightwire"
-    else:
-        root = Path(f"/tmp/weightwire-{os.getuid()}")
-    return root / (job or job_name())
 
 
 def _card_path(replica: str, job: str | None) -> Path:

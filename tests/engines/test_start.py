@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.net.addresses import starting
+from inference_plugin.net.diagnosis import starting
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.engines.test_vllm_touch import OURS

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from inference_plugin import __version__
 from inference_plugin.cli.checkpoints import Checkpoint
-from inference_plugin.net import addresses, curve
+from inference_plugin.net import addresses, curve, diagnosis
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.config import OTHER_VARIABLES, Config
 from inference_plugin.wire.errors import ManifestMismatch
@@ -115,7 +115,7 @@ def starts_an_engine(ready: str) -> None:
     """A process that loads its model, and goes on doing so."""
     import signal
 
-    addresses.note_start("vllm", "model m")
+    diagnosis.note_start("vllm", "model m")
     Path(ready).touch()
     signal.pause()
 
@@ -138,7 +138,7 @@ def test_status_shows_an_engine_that_starts_until_its_process_ends(directory: Pa
 
 def loads_the_model(ready: str) -> None:
     """The process that loads the model, started by one that was asked for the engine."""
-    parent = addresses.note_start("vllm", "model m")
+    parent = diagnosis.note_start("vllm", "model m")
     if os.fork() == 0:
         starts_an_engine(ready)
     os.wait()
@@ -149,7 +149,7 @@ def test_the_process_that_loads_the_model_takes_the_start_over_from_those_that_i
     directory: Path,
 ) -> None:
     ready = directory / "ready"
-    addresses.note_start("sglang", "another engine's")
+    diagnosis.note_start("sglang", "another engine's")
     pid = fork("tests.manager.test_cli:loads_the_model", {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}, ready=str(ready))
     eventually(ready.exists, "the second process to have noted its start")
     other, told = sorted(run("status")[1]["starting"])

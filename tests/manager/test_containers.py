@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.listening import Listener
 from tests.support.hosts import Container, HostedReplica, can_make_hosts
 from tests.support.managers import SyncManager
@@ -58,20 +58,20 @@ def test_a_container_that_is_killed_and_started_again_costs_the_next_updates_not
 
 def test_what_an_engine_of_another_container_says_of_its_start_is_seen_while_it_lives(directory: Path) -> None:
     noting = (
-        "import time; from inference_plugin.net import addresses; addresses.note_start('vllm', 'model m'); "
-        "addresses.note_problem('vllm', 'a reason'); print(flush=True); time.sleep(600)"
+        "import time; from inference_plugin.net import diagnosis; diagnosis.note_start('vllm', 'model m'); "
+        "diagnosis.note_problem('vllm', 'a reason'); print(flush=True); time.sleep(600)"
     )
     engine = Container().start(noting, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)})
     assert engine.stdout is not None and engine.stdout.readline() == "\n"
     for _ in range(2):
         assert addresses.discover() == []
-        assert [text.partition(": ")[2] for text in addresses.starting() + addresses.problems()] == [
+        assert [text.partition(": ")[2] for text in diagnosis.starting() + diagnosis.problems()] == [
             "model m",
             "a reason",
         ]
     engine.kill()
     engine.wait()
-    eventually(lambda: not addresses.starting() + addresses.problems(), "the notes to be of a process that has ended")
+    eventually(lambda: not diagnosis.starting() + diagnosis.problems(), "the notes to be of a process that has ended")
     addresses.discover()
     assert list(addresses.runtime_dir().iterdir()) == []
 
@@ -79,12 +79,12 @@ def test_what_an_engine_of_another_container_says_of_its_start_is_seen_while_it_
 def test_what_a_container_is_writing_is_no_leftover_to_those_who_look(directory: Path) -> None:
     """To another pid namespace its process has ended. An engine that published its card at that moment failed to start."""
     writing = (
-        "from inference_plugin.net import addresses\n"
+        "from inference_plugin.net import addresses, diagnosis\n"
         "path = addresses.runtime_dir() / addresses.new_replica_id('plain')\n"
         "print(flush=True)\n"
         "for _ in range(1000):\n"
         "    addresses.replace_file(path, b'x')\n"
-        "    assert addresses.note_start('vllm', 'model m').exists()\n"
+        "    assert diagnosis.note_start('vllm', 'model m').exists()\n"
         "print('written', flush=True)"
     )
     engine = Container().start(writing, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)})

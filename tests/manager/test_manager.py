@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from inference_plugin.net import addresses, channel
+from inference_plugin.net import channel, diagnosis
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.records import last_report
 from inference_plugin.transports import shm
@@ -250,7 +250,7 @@ def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncM
         manager.update(source(1), 1)
     assert (raised.value.phase, raised.value.side, raised.value.group) == ("agree", "manager", "policy")
     assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
-    addresses.note_start("vllm", "model m")
+    diagnosis.note_start("vllm", "model m")
     with pytest.raises(PeerLost, match=f"; starting: vllm process {os.getpid()}: model m") as raised:
         manager.update(source(1), 1)
     assert "wait_for_replicas()" in raised.value.hint

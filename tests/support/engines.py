@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from inference_plugin.net import addresses
+from inference_plugin.net import diagnosis
 from inference_plugin.net.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support import poison, second_runner
@@ -521,7 +521,7 @@ def noted_starts(job: str) -> Iterator[list[int]]:
 
     def look() -> None:
         while not done.wait(0.02):
-            for text in addresses.starting(job):
+            for text in diagnosis.starting(job):
                 if (pid := int(text.split(" process ")[1].split(":")[0])) not in seen:
                     seen.append(pid)
 
@@ -541,7 +541,7 @@ def check_starts(server: HttpEngine, starts: Sequence[int]) -> None:
     loads = server.cards[0].pid
     living = [pid for pid in starts if psutil.pid_exists(pid)]
     assert living == [server.process.pid, loads], (starts, server.process.pid, loads)
-    assert addresses.starting(server.job) == []
+    assert diagnosis.starting(server.job) == []
 
 
 def segments_of(process: psutil.Process) -> list[int]:

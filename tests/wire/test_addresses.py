@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.listening import make_private
 from inference_plugin.net.processes import has_ended, start_ticks
 from inference_plugin.net.records import last_reports, record_of
@@ -111,9 +111,9 @@ def test_replicas_of_the_job_under_another_default_directory_are_named(
     shutil.copytree(directory / "default", root / "default")
     try:
         monkeypatch.setattr(os, "getuid", lambda: uid)
-        assert addresses.elsewhere() == [str(root)] and addresses.elsewhere("other") == []
+        assert diagnosis.elsewhere() == [str(root)] and diagnosis.elsewhere("other") == []
         monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(root))
-        assert addresses.elsewhere() == []
+        assert diagnosis.elsewhere() == []
     finally:
         shutil.rmtree(root)
 
@@ -232,8 +232,8 @@ def test_nobody_waits_for_what_is_no_plain_file_in_the_runtime_directory(
         os.mkfifo(addresses.runtime_dir() / name)
     os.mkfifo(addresses.runtime_dir() / f"{replica}.counts")
     (addresses.runtime_dir() / f"{dead}.counts").mkdir()
-    assert (addresses.discover(), addresses.problems(), addresses.starting(), last_reports(None)) == ([], [], [], [])
-    assert record_of(card(replica)).groups == {} and addresses.elsewhere() == [] and addresses.other_jobs("other") == []
+    assert (addresses.discover(), diagnosis.problems(), diagnosis.starting(), last_reports(None)) == ([], [], [], [])
+    assert record_of(card(replica)).groups == {} and diagnosis.elsewhere() == [] and diagnosis.other_jobs("other") == []
     assert [("no plain file" in text) for text in caplog.messages] == [True, True]
 
 
@@ -277,8 +277,8 @@ def test_what_a_process_left_is_swept_even_if_its_pid_is_taken(directory: Path) 
     for name in (f"collective-{now}-ab.0", f"collective-{earlier}-ab.0"):
         (addresses.runtime_dir() / name).touch()
     (addresses.runtime_dir() / f"vllm-{earlier}-ab.problem").write_text("long ago")
-    addresses.note_problem("vllm", "today")
-    assert addresses.problems() == [f"vllm process {os.getpid()}: today"]
+    diagnosis.note_problem("vllm", "today")
+    assert diagnosis.problems() == [f"vllm process {os.getpid()}: today"]
     addresses.discover()
     left = sorted(path.name for path in addresses.runtime_dir().iterdir() if not path.name.endswith(".problem"))
     assert left == [f"collective-{now}-ab.0", f"registry-{now}-ab.r"]
@@ -291,16 +291,16 @@ def test_whoever_reads_what_a_process_noted_sees_all_of_it_or_nothing(directory:
     def note() -> None:
         while not done.is_set():
             earlier = list(addresses.runtime_dir().iterdir())
-            addresses.note_start("vllm", about)
-            addresses.note_problem("vllm", about)
+            diagnosis.note_start("vllm", about)
+            diagnosis.note_problem("vllm", about)
             for path in earlier:
                 path.unlink()
 
-    addresses.note_start("vllm", about)
+    diagnosis.note_start("vllm", about)
     writer = threading.Thread(target=note)
     writer.start()
     try:
-        seen = [text for _ in range(1000) for text in addresses.starting() + addresses.problems()]
+        seen = [text for _ in range(1000) for text in diagnosis.starting() + diagnosis.problems()]
     finally:
         done.set()
         writer.join()
@@ -327,11 +327,11 @@ def test_on_a_full_disk_the_old_card_stays_a_problem_is_told_without_its_reason_
         with pytest.raises(OSError, match="too large"):
             addresses.replace_file(path, b"new")
         with pytest.raises(OSError, match="too large"):
-            addresses.note_start("vllm", "model m")
+            diagnosis.note_start("vllm", "model m")
         with pytest.raises(OSError, match="too large"):
-            addresses.note_problem("vllm", "a reason")
-    assert path.read_bytes() == b"old" and addresses.starting() == []
-    (problem,) = addresses.problems()
+            diagnosis.note_problem("vllm", "a reason")
+    assert path.read_bytes() == b"old" and diagnosis.starting() == []
+    (problem,) = diagnosis.problems()
     assert problem.startswith(f"vllm process {os.getpid()}: its reason could not be written down")
     assert list(addresses.runtime_dir().glob("*.tmp")) == []
 

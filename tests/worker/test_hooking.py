@@ -15,7 +15,7 @@ import pytest
 from inference_plugin.engines import monkeypatch as hooking
 from inference_plugin.engines.monkeypatch import add, all_or_none, contained, run_without, wrap
 from inference_plugin.engines.patch_points import EngineTable, PatchPoint, check_patch_points
-from inference_plugin.net import addresses
+from inference_plugin.net import diagnosis
 from inference_plugin.wire.errors import EngineUnsupported
 from tests.support.rig import ROOT
 
@@ -85,7 +85,7 @@ def test_running_without_is_warned_of_once_and_noted_for_doctor_and_status(
     (warning,) = caplog.messages
     assert warning.startswith("weightwire: OFF in this engine")
     assert warning.endswith("model m: it lacks a place -- another version")
-    assert addresses.problems() == [f"vllm process {os.getpid()}: model m: it lacks a place -- another version"]
+    assert diagnosis.problems() == [f"vllm process {os.getpid()}: model m: it lacks a place -- another version"]
     child = "import sys, logging; from inference_plugin.engines.monkeypatch import run_without\n"
     child += "from inference_plugin.wire.errors import EngineUnsupported as E\n"
     child += "run_without('vllm', E('it lacks a place', hint='another version'), logging.getLogger(), 'model m')\n"
@@ -128,10 +128,10 @@ def test_an_engine_that_the_entry_point_cannot_hook_into_goes_on(directory: Path
 import logging, os, sys
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 sys.modules["{engine}"] = None  # importing it fails
-from inference_plugin.net import addresses
+from inference_plugin.net import diagnosis
 from inference_plugin.plugin import register_{engine}
 register_{engine}()
-assert any(text.startswith(f"{engine} process {{os.getpid()}}: ") for text in addresses.problems())
+assert any(text.startswith(f"{engine} process {{os.getpid()}}: ") for text in diagnosis.problems())
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.channel import Outgoing, fan_out
 from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import ArgumentError, ManagerClosed, PeerLost, SyncTimeout, WeightwireError
@@ -125,7 +125,7 @@ class Fleet:
                 phase=phase,
             )
         return PeerLost(
-            addresses.none_runs(),
+            diagnosis.none_runs(),
             hint="if an engine is starting, call wait_for_replicas() on rank 0; else start one with the plug-in and "
             "the trainer's WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR (on another host WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY); "
             "`weightwire doctor` looks for problems",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from inference_plugin import __version__
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, diagnosis
 from inference_plugin.net.listening import remove_socket
 from inference_plugin.net.processes import ProcessId, has_ended
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
@@ -92,7 +92,7 @@ class Registry(Service):
             if not has_changed:
                 raise SyncTimeout(
                     f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s; "
-                    f"{addresses.looked()}",
+                    f"{diagnosis.looked()}",
                     hint="`weightwire status` shows this host's replicas; an engine that can't register says in its log why: "
                     "another key, another registry; wait longer if it still starts",
                     side="manager",
