@@ -69,7 +69,7 @@ def failures_of_ours() -> dict[str, Any]:
     core: Any = SimpleNamespace()
     control: Any = CoreControl(core)
     core.weightwire_control = control
-    control.root_epoch = 1
+    control.caches.root_epoch = 1
     request: Any = SimpleNamespace(request_id="r", client_index=0)
     added: list[Any] = [EngineCore.add_request(core, request)]
     added += [[o.request_id, o.stop_reason] for outputs in control.stash for o in outputs.outputs]

@@ -133,7 +133,7 @@ def test_an_update_that_gave_up_waiting_for_requests_empties_no_cache_of_those_t
     core.pause_scheduler, core.input_queue = pause_scheduler, SimpleNamespace(put_nowait=lambda _: None)
     control = CoreControl(core)
     control.in_process = False
-    monkeypatch.setattr(control, "reset_caches", lambda: emptied.append(core.state))
+    monkeypatch.setattr(control.caches, "reset", lambda: emptied.append(core.state))
     core.scheduler.running = 1
     control.pause("drain")
     control.resume()

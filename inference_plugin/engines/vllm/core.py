@@ -1,4 +1,4 @@
-"""vLLM's engine core under its coordinator: pauses, caches, versions, refusals."""
+"""vLLM's engine core under its coordinator: pauses, versions, refusals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from inference_plugin.engines.control import UNKNOWN_VERSION, EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
-from inference_plugin.engines.vllm.outside_caches import forget
+from inference_plugin.engines.vllm.caches import CoreCaches
 from inference_plugin.engines.vllm.own_pauses import OwnPauses
-from inference_plugin.wire.errors import CommitFailed, VersionConflict
+from inference_plugin.wire.errors import VersionConflict
 from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
@@ -37,9 +37,7 @@ class CoreControl(EngineControl):
         """Where this core has it, once it serves."""
         self.in_process = not isinstance(core, EngineCoreProc)
         self.refusal: str | None = None
-        self.root_epoch = 0
-        self.some_keep_cache = False
-        """Whether a request has named a conversation that keeps its cache: from then on commits drop no cached block."""
+        self.caches = CoreCaches(core)
         self.pauses = OwnPauses(core, self.submit)
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._wait: object = None
@@ -116,7 +114,7 @@ class CoreControl(EngineControl):
         if in_flight == "keep":
             return stopped
         self._wait = wait = object()  # vLLM calls back when it is idle next, also where nobody waits for that any more
-        return _then(stopped, lambda: self.reset_caches() if self._wait is wait else None)
+        return _then(stopped, lambda: self.caches.reset() if self._wait is wait else None)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
@@ -156,8 +154,8 @@ class CoreControl(EngineControl):
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
-        if in_flight == "keep" or self._connector is not None:
-            self._turn_prefix_root(txn, in_flight)
+        if in_flight == "keep" or self.caches.connector is not None:
+            self.caches.turn_root(txn, in_flight)
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
             self.core.set_weight_version(stamp)
@@ -260,102 +258,7 @@ class CoreControl(EngineControl):
             for client, output in outputs.items() if outputs else ():
                 self._send(client, output)
         if in_flight != "keep":
-            self.reset_caches()
-
-    def reset_caches(self) -> None:
-        """Drops what the old weights computed: KV blocks, and the encodings of images and sound.
-
-        vLLM's own `_reset_caches` also drops the inputs of the encoders, which no weights made. The API server has a cache of
-        the same inputs and would go on sending only their hashes, on which the core fails.
-        """
-        try:
-            self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
-        except RuntimeError as error:
-            raise CommitFailed(
-                f"vLLM could not empty its cache: {error}",
-                hint="a session of streaming input holds blocks of it, or a request whose keys and values a KV connector loads: "
-                "in_flight='keep' lets them go on, 'abort' ends them",
-                phase="commit",
-            ) from error
-        if (why := forget(self.core.scheduler)) is not None:
-            raise CommitFailed(f"the KV connector's cache could not be reset: {why}")
-        self.core.reset_encoder_cache()
-
-    def _turn_prefix_root(self, txn: str, in_flight: InFlight) -> None:
-        """No request that starts from here on finds a block that an older version computed.
-
-        Prefix hashes are chains that begin at one root. A new root separates them. It is a function of the old one and of the
-        transaction: the replicas of one update agree, and the same version of another training run has another root, whose blocks
-        may lie in one store outside the engine; blocks of requests in flight stay theirs and age out. The chains of
-        conversations that keep their cache have another root, which stays.
-        """
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.request import RequestStatus
-
-        core = self.core
-        caches = core.request_block_hasher is not None
-        drops = caches and not self.some_keep_cache
-        # Under the other policies the connector has forgotten before the installation.
-        if drops and in_flight == "keep" and (why := forget(core.scheduler)) is not None:
-            # All ranks hold the new version already. What the connector keeps is found by hashes that begin at the old root.
-            logger.warning("weightwire: the KV connector's cache could not be reset after an update: %s", why)
-        if drops and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=False):
-            if self._encodes:
-                core.reset_encoder_cache()
-            if self._connector is None:
-                return  # nobody held a block, or an encoding: all are gone
-        if caches:
-            hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
-            root = (kv_cache_utils.NONE_HASH, f"weightwire:{txn}")
-            kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(root))
-        elif not self._encodes:
-            return  # there is nothing to find
-        self.root_epoch += 1
-        for request in core.scheduler.requests.values():
-            if request.status != RequestStatus.RUNNING and request.num_computed_tokens == 0:
-                self.hash_anew(request)
-            elif not request.block_hashes or request.streaming_queue is not None:
-                # Its first block is part old, part new: nobody else may find it. A session of streaming input hashes that block
-                # anew with its next chunk, if the block's last token was sampled and never computed.
-                request.cache_salt = f"{request.cache_salt or ''}weightwire:{request.request_id}"
-                request.weightwire_epoch = self.root_epoch
-
-    def hash_anew(self, request: Any) -> None:
-        """Computes a request's prefix hashes from the present root, and has it find no encoding that an older version made.
-
-        If it was preempted its encodings stay its own, like those of other requests in flight: workers keep their names.
-        """
-        from vllm.v1.request import RequestStatus
-
-        epoch = self.root_epoch  # where it turns meanwhile, `add_request` finds another one and calls this again
-        if request.mm_features and request.status != RequestStatus.PREEMPTED:
-            request.mm_features = [_renamed(feature, epoch) for feature in request.mm_features]
-        request.block_hashes.clear()
-        if self.core.request_block_hasher is not None:
-            request.update_block_hashes()
-        request.weightwire_epoch = epoch
-
-    @property
-    def _connector(self) -> Any:
-        """The KV connector, if there is one. Other replicas may fill the store that it reaches, too, with versions of their own:
-        only the root of the hashes, by which it finds blocks, tells these versions apart."""
-        return getattr(self.core.scheduler, "connector", None)
-
-    @property
-    def _encodes(self) -> bool:
-        """Whether the model has encoders of images or sound, whose outputs the engine caches by name."""
-        return bool(self.core.vllm_config.model_config.is_multimodal_model)
-
-
-_EPOCH = "@weightwire:"
-"""Between the name of an encoder's input and the number of the prefix root under which it came."""
-
-
-def _renamed(feature: Any, epoch: int) -> Any:
-    """An encoder's input under the name that its encoding by the present weights has in the cache."""
-    name, _, _ = feature.identifier.partition(_EPOCH)
-    return dataclasses.replace(feature, identifier=f"{name}{_EPOCH}{epoch}")
+            self.caches.reset()
 
 
 def _then(stopped: Future[None] | None, act: Callable[[], None]) -> Future[None] | None:

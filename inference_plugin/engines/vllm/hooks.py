@@ -162,19 +162,19 @@ def hook_requests() -> None:
 
     @_wrap_where_we_run(EngineCore, "preprocess_add_request")
     def preprocess_add_request(control: CoreControl, original: Callable[..., Any], request: Any) -> Any:
-        epoch = control.root_epoch
+        epoch = control.caches.root_epoch
         prepared, wave = original(request)
         prepared.weightwire_epoch = epoch
         if epoch and prepared.mm_features:
-            control.hash_anew(prepared)  # not with encodings that an older version of the weights made
+            control.caches.hash_anew(prepared)  # not with encodings that an older version of the weights made
         return prepared, wave
 
     @_wrap_where_we_run(EngineCore, "add_request")
     def add_request(control: CoreControl, original: Callable[..., Any], request: Any, request_wave: int = 0) -> Any:
-        control.some_keep_cache |= keeps_cache(getattr(request, "cache_salt", None))
-        if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
+        control.caches.some_keep |= keeps_cache(getattr(request, "cache_salt", None))
+        if getattr(request, "weightwire_epoch", 0) != control.caches.root_epoch:
             try:
-                control.hash_anew(request)  # it waited in the input queue while a commit turned the root
+                control.caches.hash_anew(request)  # it waited in the input queue while a commit turned the root
             except Exception as error:  # it must not find what an older version computed, and the engine must not end
                 logger.exception("weightwire: a request could not be hashed anew")
                 control.end_outputs([request.request_id], f"weightwire: {error}", request.client_index)

@@ -1,7 +1,7 @@
 """Caches beside vLLM's own that outlive an update: those of KV connectors and of encoder connectors; and queries kept for scores.
 
 A connector that finds keys and values by the hashes of vLLM's blocks finds none of an older version, because these hashes begin
-at another root after each commit (`CoreControl.installed`). One that hashes tokens itself (LMCache, for instance) would give
+at another root after each commit (`CoreCaches.turn_root`). One that hashes tokens itself (LMCache, for instance) would give
 new requests what the old weights computed, unless it can be told to forget.
 """
 
