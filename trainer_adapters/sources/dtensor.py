@@ -20,9 +20,10 @@ from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, why_not_plain
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards, ScannedSource, ScanOptions
+from trainer_adapters.sources.scan import ScannedSource, ScanOptions
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import refuse_lora_layers
+from trainer_adapters.sources.slice_plan import LocalShards
 from trainer_adapters.sources.streams import Buffers, holds_its_tensors, module_stream, stream_of
 
 __all__ = ["DTensorAdapter", "ShardedSource"]

@@ -19,9 +19,10 @@ from trainer_adapters.sources.dtensor import ShardedSource
 from trainer_adapters.sources.fsdp1 import FlatSource
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Plan, Rename, Target, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards, ScannedSource
+from trainer_adapters.sources.scan import ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import check_module
+from trainer_adapters.sources.slice_plan import LocalShards
 from trainer_adapters.sources.streams import Buffers
 
 __all__ = ["FSDPAdapter"]

@@ -29,7 +29,8 @@ from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inspection import Inspection, why_not_plain
 from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import LocalShards, Runs, ScannedSource, ScanOptions
+from trainer_adapters.sources.scan import ScannedSource, ScanOptions
+from trainer_adapters.sources.slice_plan import LocalShards, Runs
 from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
 __all__ = ["FlatSource", "managed_parameters"]

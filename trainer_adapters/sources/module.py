@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards, ScannedSource
+from trainer_adapters.sources.scan import ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import has_partitions, refuse_fsdp, refuse_lora_layers
+from trainer_adapters.sources.slice_plan import LocalShards
 from trainer_adapters.sources.streams import Buffers, Stream, holds_its_tensors, module_stream, stream_of
 
 __all__ = ["ModuleAdapter"]

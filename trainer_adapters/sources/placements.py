@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer_adapters.sources.plan import Dims, LocalShard
-from trainer_adapters.sources.scan import LocalShards
+from trainer_adapters.sources.slice_plan import LocalShards
 
 __all__ = ["Mesh", "Spread", "index_ranges", "shards_of"]
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from dataclasses import replace
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,7 +28,6 @@ from trainer_adapters.sources.computed import refuse_computed
 from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, memory_of, why_not_plain
 from trainer_adapters.sources.plan import (
-    LocalShard,
     Plan,
     PlannedSlice,
     Rename,
@@ -38,14 +35,13 @@ from trainer_adapters.sources.plan import (
     TensorInfo,
     checked_rename,
     make_plan,
-    planned_slices,
 )
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_one_of_several_experts
-from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
+from trainer_adapters.sources.slice_plan import LocalShards, Runs, SlicePlan, plan_slices
 from trainer_adapters.sources.streams import Stream, module_ties, trained_names
 
-__all__ = ["LocalShards", "Runs", "ScanOptions", "ScannedSource"]
+__all__ = ["ScanOptions", "ScannedSource"]
 
 MOST_READINGS = 2
 """Tensors of different shapes that may begin in the same memory: a head may be the first rows of the embedding. More of them lie
@@ -55,37 +51,6 @@ SEVERAL_EXPERTS = (
     "is an expert's under expert parallelism, and other ranks have other experts under this name: let ExportAdapter send each "
     "rank's under their own names"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShards:
-    """The shards of a tensor that a rank has, and what it does with them.
-
-    `ranks`: those that hold the same shards, which are kept equal, and that divide them by bytes. `place`: this rank's position
-    among them. Role "copy": another rank sends them, and nothing keeps the two equal.
-    """
-
-    shards: tuple[LocalShard, ...]
-    ranks: tuple[int, ...] = (0,)
-    place: int = 0
-    role: Literal["send", "copy"] = "send"
-
-
-Runs: TypeAlias = "list[tuple[int, list[PlannedSlice]]]"
-"""Slices in the manifest's order: each run lies in the tensor at its position in the plan's `infos`. A tensor has several runs if
-others are a part of the same checkpoint tensor."""
-
-
-@dataclass(frozen=True)
-class SlicePlan:
-    """The slices of this rank: those that it sends, its copies of slices that others send, and a few of the copies that training
-    keeps equal. `claims`: the boxes of the slices that it sends."""
-
-    plan: Plan
-    sent: Runs
-    copied: Runs
-    kept_equal: Runs
-    claims: tuple[Box, ...]
 
 
 class _Seen(NamedTuple):
@@ -228,44 +193,9 @@ class ScannedSource(WeightSource):
             self.manifest()
         assert self._plan is not None
         if self._last_slice_plan is None or self._last_slice_plan.plan is not self._plan:
-            self._last_slice_plan = self._plan_slices(self._plan)
+            trained = trained_names(self._module) if self._module is not None else ()
+            self._last_slice_plan = plan_slices(self._plan, self._local_shards, trained, in_memory=self._in_memory)
         return self._last_slice_plan
-
-    def _plan_slices(self, plan: Plan) -> SlicePlan:
-        sent: dict[int, list[PlannedSlice]] = {}
-        copied: dict[int, list[PlannedSlice]] = {}
-        shared: dict[tuple[int, ...], list[tuple[int, PlannedSlice]]] = {}
-        places: dict[tuple[int, ...], int] = {}
-        for position in range(len(plan.infos)):
-            if not plan.places[position]:
-                continue
-            local_shards = self._local_shards(plan.infos[position])
-            planned = planned_slices(plan, position, local_shards.shards)
-            if not planned:
-                continue
-            if local_shards.role == "copy":
-                copied[position] = planned
-            elif len(local_shards.ranks) == 1:
-                sent[position] = planned
-            else:
-                shared.setdefault(local_shards.ranks, []).extend((position, one) for one in planned)
-                places[local_shards.ranks] = local_shards.place
-        infos, trained = plan.infos, trained_names(self._module) if self._module is not None else set()
-        kept_equal: dict[int, list[PlannedSlice]] = {}
-        for ranks, entries in shared.items():
-            all_boxes = [one.box for _, one in entries]
-            boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
-            others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
-            learnt = {i for i, (position, _) in enumerate(entries) if infos[position].name in trained}
-            equal = some_of(plan.manifest, others, learnt)
-            equal = equal if self._in_memory else beginnings(plan.manifest, equal)
-            for shares, found in ((boxes, sent), (equal, kept_equal)):
-                for i, box in shares.items():
-                    position, one = entries[i]
-                    found.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
-        in_order = _in_order(sent)
-        claims = tuple(one.box for _, own in in_order for one in own)
-        return SlicePlan(plan, in_order, _in_order(copied), _in_order(kept_equal), claims)
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
         """Scans what the stream yields now; appends the items themselves to `keep`."""
@@ -354,13 +284,6 @@ class ScannedSource(WeightSource):
                 hint="a callable must return a fresh iterator each time; the next update scans the model again",
                 side="trainer",
             )
-
-
-def _in_order(found: dict[int, list[PlannedSlice]]) -> Runs:
-    """The slices of each position, in the manifest's order."""
-    every = [(one.box.tensor, position, one) for position, own in sorted(found.items()) for one in own]
-    every.sort(key=itemgetter(0, 1))
-    return [(position, [one for _, _, one in run]) for position, run in groupby(every, key=itemgetter(1))]
 
 
 def _by_position(runs: Runs) -> dict[int, list[PlannedSlice]]:

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from trainer_adapters.sources.inspection import Inspection, mark_of, why_not_plain
 from trainer_adapters.sources.plan import Plan, Rename, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import LocalShards, ScannedSource
+from trainer_adapters.sources.scan import ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import check_module, is_partitioned, refuse_fsdp, refuse_lora_layers
+from trainer_adapters.sources.slice_plan import LocalShards
 from trainer_adapters.sources.streams import Buffers, module_stream
 
 __all__ = ["DeepSpeedAdapter"]
