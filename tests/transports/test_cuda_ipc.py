@@ -27,7 +27,7 @@ from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, c_strides
+from inference_plugin.wire.geometry import Box, c_strides
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from inference_plugin.wire.messages import Go, GoTransport
 from inference_plugin.wire.tensors import bytes_view, torch_dtype
@@ -37,16 +37,13 @@ from tests.support.rig import ROOT, eventually
 from tests.support.shared_host import UUID, SharedHost, can_be_built, page_locked_bytes, shared_allocations
 from tests.transports.cases import any_bits
 from tests.transports.test_zone import (
-    DTYPES,
     FAR_S,
     LAYOUT,
     MANIFEST,
-    cut_at_random,
-    layouts,
+    assert_any_slices_land,
     lies_at,
     manifest_of,
     of_box,
-    shapes,
     target_of,
     whole_slices,
     write,
@@ -84,32 +81,7 @@ def own() -> int:
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataObject) -> None:
-    kinds = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=3))
-    tensors = [any_bits(dtype, *shape, seed=i) for i, (shape, dtype) in enumerate(kinds)]
-    manifest = manifest_of(tensors)
-    receivers = [DeviceZoneReceiver() for _ in range(data.draw(st.integers(1, 2)))]
-    chosen = [data.draw(layouts(manifest)) for _ in receivers]
-    for receiver, layout in zip(receivers, chosen, strict=True):
-        receiver.land_in(layout, "cpu")
-    staged = [receiver.open(manifest, b"", ()) for receiver in receivers]
-    for staging in staged:
-        staging.segment.fill_(0xAA)
-    targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
-    parts = [part for i, t in enumerate(tensors) for part in cut_at_random(data.draw, i, tuple(t.shape))]
-    ranks = [CudaIpcSender(), CudaIpcSender()]
-    pieces: list[Piece] = []
-    for number, sender in enumerate(ranks):
-        slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
-        pieces += write(sender, manifest, slices, targets, slices_last=data.draw(st.booleans()))
-    for staging, layout in zip(staged, chosen, strict=True):
-        meant = torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8)
-        for place in layout.places:
-            lies_at(meant, place, tensors[place.box.tensor].dtype).copy_(of_box(place.box, tensors[place.box.tensor]))
-        assert torch.equal(staging.segment, meant)
-        staging.check(manifest, pieces, lambda: None)
-        staging.close()
-    for one in (*ranks, *receivers):
-        one.close()
+    assert_any_slices_land(data, CudaIpcSender, DeviceZoneReceiver)
 
 
 def test_a_byte_that_is_not_what_was_written_fails_the_check(receiver: DeviceZoneReceiver) -> None:

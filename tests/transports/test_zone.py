@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -115,10 +115,16 @@ def manifest_of(tensors: list[torch.Tensor]) -> Manifest:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataObject) -> None:
+    assert_any_slices_land(data, ZoneSender, ZoneReceiver)
+
+
+def assert_any_slices_land(
+    data: st.DataObject, make_sender: Callable[[], ZoneSender], make_receiver: Callable[[], ZoneReceiver]
+) -> None:
     kinds = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=3))
     tensors = [any_bits(dtype, *shape, seed=i) for i, (shape, dtype) in enumerate(kinds)]
     manifest = manifest_of(tensors)
-    receivers = [ZoneReceiver() for _ in range(data.draw(st.integers(1, 2)))]
+    receivers = [make_receiver() for _ in range(data.draw(st.integers(1, 2)))]
     chosen = [data.draw(layouts(manifest)) for _ in receivers]
     for receiver, layout in zip(receivers, chosen, strict=True):
         receiver.land_in(layout, "cpu")
@@ -127,7 +133,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
         staging.segment.fill_(0xAA)
     targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
     parts = [part for i, t in enumerate(tensors) for part in cut_at_random(data.draw, i, tuple(t.shape))]
-    ranks = [ZoneSender(), ZoneSender()]
+    ranks = [make_sender(), make_sender()]
     pieces: list[Piece] = []
     for number, sender in enumerate(ranks):
         slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
