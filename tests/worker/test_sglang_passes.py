@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.engines.sglang.scheduler import SchedulerRank, forget_encodings, tokens_made
+from inference_plugin.engines.sglang.scheduler import forget_encodings
 from inference_plugin.engines.sglang.served import ServedModel
+from inference_plugin.engines.sglang.stamps import stamp_all, tokens_made
 
 
 class Copied:
@@ -54,13 +55,12 @@ def test_a_request_of_a_diffusion_model_that_rests_at_an_update_keeps_the_stamp_
     resting, seen, unbegun = (
         SimpleNamespace(output_ids=ids, weight_version_events=[]) for ids in ([5] * 8, [6] * 4, [])
     )
-    rank: Any = object.__new__(SchedulerRank)
-    rank.scheduler = SimpleNamespace(
+    scheduler = SimpleNamespace(
         dllm_manager=SimpleNamespace(waiting_queue=[resting, seen, unbegun]),
         enable_overlap=False,
         record_weight_version_change=lambda new_version: seen.weight_version_events.append(("1", 4)),
     )
-    rank.stamp_all("2")
+    stamp_all(scheduler, "2")
     assert [one.weight_version_events for one in (resting, seen, unbegun)] == [[("1", 8)], [("1", 4)], []]
 
 

@@ -30,13 +30,14 @@ from inference_plugin.engines.sglang.kv_events import in_namespace
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.served import ServedModel
+from inference_plugin.engines.sglang.stamps import stamp_all
 from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Step
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import WorkerCard
 
-__all__ = ["SchedulerRank", "forget_encodings", "tokens_made"]
+__all__ = ["SchedulerRank", "forget_encodings"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -194,7 +195,7 @@ class SchedulerRank:
         self._turn_namespace()
         forget_encodings()
         if group != DRAFT:
-            self.stamp_all(stamp)
+            stamp_all(self.scheduler, stamp)
 
     @property
     def live(self) -> Any:
@@ -212,7 +213,7 @@ class SchedulerRank:
 
     def _lost_versions(self, unknown: dict[str, str]) -> None:
         if unknown:
-            self.stamp_all(UNKNOWN_VERSION)
+            stamp_all(self.scheduler, UNKNOWN_VERSION)
             self.tell_unknown(unknown)
 
     def note_memory(self, move: Callable[[], Any], offloaded: set[str], *, releases: bool) -> Any:
@@ -262,33 +263,6 @@ class SchedulerRank:
             self.refuse(f"rank {self.rank} lost the others while {unsure}; start the engine anew")
         except Exception:
             logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
-
-    def stamp_all(self, version: str) -> None:
-        """Stamps outputs with the version. SGLang's own record leaves out a diffusion model's requests that rest between two
-        blocks, and the tokens of a forward pass whose result is still to be processed (SGLang overlaps the two): they are of the
-        weights that the pass ran with."""
-        from sglang.srt.runtime_context import get_serving
-        from sglang.srt.utils.weight_versions import WeightVersionEvent
-
-        scheduler = self.scheduler
-        old = get_serving().weight_version
-        scheduler.record_weight_version_change(new_version=version)
-        if old == version:
-            return
-        for request in scheduler.dllm_manager.waiting_queue:
-            event = WeightVersionEvent(old, len(request.output_ids))
-            if request.output_ids and event not in request.weight_version_events[-1:]:
-                request.weight_version_events.append(event)
-        if not scheduler.enable_overlap:
-            return
-        for batch, result in scheduler.result_queue:
-            for request, count in zip(batch.reqs, tokens_made(batch, result), strict=True):
-                if request.inflight_middle_chunks > 0 or request.finished():
-                    continue  # a middle chunk of a prompt makes no token
-                events, made = request.weight_version_events, len(request.output_ids)
-                if events and events[-1] == WeightVersionEvent(old, made):
-                    events.pop()
-                events.append(WeightVersionEvent(old, made + count))
 
     def _turn_namespace(self) -> None:
         """No request that starts from here on finds cached keys and values that an older version computed.
@@ -387,14 +361,3 @@ def forget_encodings() -> None:
 
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
-
-
-def tokens_made(batch: Any, result: Any) -> list[int]:
-    """How many tokens a pass that is over has made for each request of its batch, while its result is still to be processed: one,
-    or as many as speculative decoding has accepted."""
-    accepted = getattr(result, "accept_lens", None)
-    if accepted is None or not batch.forward_mode.is_decode():
-        return [1] * len(batch.reqs)
-    if result.copy_done is not None:
-        result.copy_done.synchronize()
-    return [int(count) for count in accepted.tolist()]
