@@ -189,7 +189,8 @@ The configurations of *internvl-chat*, *keye...*, *kimi-vl*, *minicpm-...2.6*, *
 *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *ernie4.5-vl*, *keye...*,
 *kimi-vl*, *minicpm-...2.6*, *molmo2* and *ultravox* have processors of the tests, *granite-speech* ears of the tests. The
 adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the checkpoint which the engine started from. Asked
-about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout.
+about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout. It does not start *interns1-pro*: the tests give
+its class the attribute that it lacks.
 
 *deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *kimi_linear*, *minimax-m3* and *qwen4_exp_text* are tried with vLLM's
 classes for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*, *bailing_moe_v3* (Ling 2.5 and 3) and

@@ -88,6 +88,15 @@ def test_the_text_model_of_qwen_3_5_is_a_fresh_engine_after_every_update_under_e
         assert (trial.outcome, trial.updates, trial.verified) == ("right", 5, "verified"), trial
 
 
+def test_learned_rotary_embeddings_that_vllm_sums_up_in_its_first_step_are_summed_up_anew_after_every_update(
+    vllm: Host, tmp_path: Path
+) -> None:
+    """InternS1-Pro. Its engine's process is that of the test before."""
+    family = FAMILIES["interns1-pro"]
+    trial = run_trial(vllm, family, make_versions(family, tmp_path), plain=True, install="copy")
+    assert (trial.outcome, trial.updates, trial.words) == ("right", 5, ""), trial
+
+
 def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspelt_one_refused(
     vllm: Host, tmp_path: Path
 ) -> None:

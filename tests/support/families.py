@@ -23,12 +23,14 @@ from tests.support.multimodal_asked import ASKED, WITHOUT_MEDIA, WITHOUT_TEXT
 from tests.support.multimodal_latest import FOR_GPUS, IN_VLLM_ONLY, LATEST
 from tests.support.multimodal_more import MORE
 from tests.support.multimodal_newest import IN_SGLANG_ONLY, NEWEST, POOLED, TEXT_ONLY
+from tests.support.multimodal_rest import REST
 from tests.support.quantised import FOR_BOTH, FOR_VLLM, FOUR_BITS, FP8, QUANTISED
 from tests.support.remote_checkpoints import REMOTE, REMOTE_TEXT
 from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
 from tests.support.remote_media import REMOTE_MEDIA
 from tests.support.remote_newest import REMOTE_NEWEST
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
+from tests.support.written_newest import IN_SGLANG_TOO
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
@@ -1376,7 +1378,7 @@ FAMILIES: dict[str, Family] = {
         ),
         *(
             Family(name, maker, engines=("sglang",), sglang_for_gpus=name == "gigachat3_5")
-            for name, (maker, _) in IN_SGLANG.items()
+            for name, (maker, _) in (IN_SGLANG | IN_SGLANG_TOO).items()
         ),
         *(
             Family(name, maker, answer, vllm=vllm, engines=engines)
@@ -1433,11 +1435,20 @@ FAMILIES: dict[str, Family] = {
                 engines=("sglang",)
                 if name in IN_SGLANG_ONLY
                 else ("vllm",)
-                if name in (*POOLED, *IN_VLLM_ONLY, *REMOTE_MEDIA)
+                if name in (*POOLED, *IN_VLLM_ONLY, *REMOTE_MEDIA, *REST)
                 else BOTH,
             )
             for name, medium in (
-                MULTIMODAL | MORE | ASKED | REMOTE | REMOTE_MEDIA | REMOTE_NEWEST | NEWEST | LATEST | IN_SGLANG_ONLY
+                MULTIMODAL
+                | MORE
+                | ASKED
+                | REMOTE
+                | REMOTE_MEDIA
+                | REMOTE_NEWEST
+                | NEWEST
+                | LATEST
+                | REST
+                | IN_SGLANG_ONLY
             ).items()
         ),
         *(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "WEIGHTWIRE_TEST_TORCHVISION"
@@ -45,7 +46,31 @@ def give() -> None:
 
     # vLLM looks at a model's class in an interpreter of its own, which would be without this.
     registry._run_in_subprocess = lambda look: look()  # type: ignore[attr-defined]
+    known: Any = vars(registry)["_LazyRegisteredModel"]
+    load = known.load_model_cls
+    known.load_model_cls = lambda self: _that_starts(load(self))
     _give_what_a_cpu_lacks()
+
+
+def _that_starts(model: Any) -> Any:
+    """The class of InternS1-Pro in vLLM 0.32 reads an attribute that it never gets, and its router numbers experts by integers of
+    64 bits, which no kernel on a CPU takes."""
+    if model.__name__ == "InternS1ProForConditionalGeneration" and "model_config" not in vars(model):
+        block: Any = vars(sys.modules[model.__module__])["InternS1ProMoeSparseMoeBlock"]
+        make, router = model.__init__, "_custom_routing_function"
+        route = getattr(block, router)
+
+        def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+            model.model_config = vllm_config.model_config
+            make(self, vllm_config=vllm_config, prefix=prefix)
+
+        def routed(*given: Any, **named: Any) -> Any:
+            weights, experts = route(*given, **named)
+            return weights, experts.int()
+
+        model.__init__, model.model_config = init, None
+        setattr(block, router, routed)
+    return model
 
 
 def _give_what_a_cpu_lacks() -> None:

@@ -185,7 +185,7 @@ def _k2_horizon() -> Written:
     layer |= {"self_attn.q_norm.weight": (4 * HEAD,), "self_attn.k_norm.weight": (2 * HEAD,)}
     entries = {
         "layernorm_num_groups": 1, "rope_head_dim": HEAD // 2, "query_key_norm": True, "attention_gate_func": "silu",
-        "mova_num_experts": 0, "mova_num_experts_per_tok": 1, "num_experts": 0, "decoder_sparse_step": 1,
+        "mova_num_experts": 0, "mova_num_experts_per_tok": 0, "num_experts": 0, "decoder_sparse_step": 1,
         "moe_gate_bias": False, "router_score_func": "sigmoid", "router_scaling_factor": 1.0,
     }  # fmt: skip
     return written("K2HorizonForCausalLM", entries, model(lambda _: layer))
@@ -380,7 +380,7 @@ REWARDS: dict[str, tuple[Written, str, tuple[str, ...]]] = {
 """Reward models: what makes one, with what an engine answers, and in which engines."""
 IN_BOTH = (
     "chatglm", "teleflm", "internlm3", "minicpm", "iquest_loopcoder", "internlm2", "exaone", "orion",
-    "deepseek_v1", "sarvam_moe", "sarvam_mla", "step3p5",
+    "deepseek_v1", "sarvam_moe", "sarvam_mla", "step3p5", "iquest_coder", "k2_horizon",
 )  # fmt: skip
 """Of `WRITTEN`, those that SGLang has too."""
 IN_SGLANG: dict[str, Written] = {

@@ -137,8 +137,29 @@ def test_a_router_that_has_folded_its_scale_folds_the_new_one() -> None:
     from inference_plugin.engines.sglang.model import SglangModel
 
     folded, not_yet = Router(True), Router(False)
-    SglangModel.derive_in_place(cast(Any, SimpleNamespace(_folding=[folded, not_yet])))
+    SglangModel.derive_in_place(cast(Any, SimpleNamespace(_folding=[folded, not_yet], _angles=[])))
     assert folded.weight.tolist() == [3, 3] and not_yet.weight.tolist() == [1, 1]
+
+
+class Rope(nn.Module):
+    """As InternS1-Pro's in SGLang: its first step sums up angles."""
+
+    def __init__(self, summed: bool) -> None:
+        super().__init__()
+        self.cos_coef = nn.Parameter(torch.full((2,), 3.0))
+        self.cos_sin_cache, self.update_buffer = torch.ones(2), summed
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        return self.cos_coef * 2
+
+
+def test_learned_rotary_embeddings_that_were_summed_up_are_summed_up_anew_in_the_same_memory() -> None:
+    from inference_plugin.engines.sglang.model import SglangModel
+
+    summed, not_yet = Rope(True), Rope(False)
+    held = summed.cos_sin_cache
+    SglangModel.derive_in_place(cast(Any, SimpleNamespace(_folding=[], _angles=[summed, not_yet])))
+    assert held.tolist() == [6, 6] and not_yet.cos_sin_cache.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("loads", [1, 2])

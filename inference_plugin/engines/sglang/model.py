@@ -71,6 +71,7 @@ class SglangModel(LiveModel):
         if getattr(runner.kv_cache_dtype, "itemsize", 2) == 1:
             self.cache_scales = frozenset({"k_scale", "v_scale", "k_scale_float", "v_scale_float"})
         self._folding: list[Any] = [module for module in live.modules() if hasattr(module, "fuse_scale")]
+        self._angles: list[Any] = [module for module in live.modules() if hasattr(module, "cos_coef")]
         on_gpu = self.device.type != "cpu"
         self.captures_graphs = on_gpu and captures_graphs()
         sleeps = scheduler.weight_updater.memory_saver_adapter.enabled  # only memory of its own sleeps
@@ -97,11 +98,15 @@ class SglangModel(LiveModel):
             return super().load_weights(model, tensors)
 
     def derive_in_place(self) -> None:
-        """The routers of Gemma 4 fold a weight into a buffer in their first step, and never again."""
+        """The routers of Gemma 4 fold a weight into a buffer in their first step, and InternS1-Pro sums up its learned rotary
+        embeddings; neither does so again."""
         with torch.no_grad():
             for router in self._folding:
                 if router._scale_fused:
                     router.fuse_scale()
+            for rope in self._angles:
+                if rope.update_buffer:
+                    rope.cos_sin_cache.copy_(rope._compute_cos_sin_cache())
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return (KV_PROJECTION,) if isinstance(getattr(module, KV_PROJECTION, None), nn.Module) else ()

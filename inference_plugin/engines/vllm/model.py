@@ -62,6 +62,7 @@ class VllmModel(LiveModel):
         super().__init__(live, device, *skeleton)
         self._why_whole = why_whole(self.skeleton, self.boundary)
         finish_nothing_in(self.skeleton)
+        self._angles: list[Any] = [module for module in live.modules() if hasattr(module, "cos_coef")]
         self.note_graphs(config)
         if config.cache_config.cache_dtype.startswith("fp8"):
             self.cache_scales = frozenset(
@@ -113,6 +114,13 @@ class VllmModel(LiveModel):
             if _processes_itself_last(module)
         }
         return {**first, **deferred, **whole_finishers(self.skeleton)}
+
+    def derive_in_place(self) -> None:
+        """InternS1-Pro sums up its learned rotary embeddings in its first step, and never again."""
+        with torch.no_grad():
+            for rope in self._angles:
+                if not rope.update_cache:
+                    rope.cos_sin_cache.copy_(rope._compute_cos_sin_cache())
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return ("kv_b_proj",) if "kv_b_proj" in module._modules and _processes_itself_last(module) else ()

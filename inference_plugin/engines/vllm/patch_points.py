@@ -50,6 +50,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.model_executor.offloader:set_offloader", ("instance",), "called: the same", since="0.27"),
     PatchPoint("vllm.model_executor.offloader:NoopOffloader", why="made: the same", since="0.27"),
     PatchPoint("vllm.model_executor.offloader:PrefetchOffloader", why="recognised: weights that are fetched layer by layer are refused", since="0.27"),
+    PatchPoint("vllm.model_executor.layers.rotary_embedding.fope:FourierRotaryEmbedding._compute_cos_sin_cache", ("self",), "called after each commit: learned angles; `update_cache` is read, `cos_sin_cache` written", without="InternS1-Pro goes on with the old rotary embeddings"),
     PatchPoint("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     PatchPoint("vllm.config:CompilationConfig.static_forward_context", why="replaced in the skeleton's copy of the configuration"),
     PatchPoint("vllm.config:CompilationMode.NONE", why="set in that copy"),
