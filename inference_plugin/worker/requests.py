@@ -31,14 +31,22 @@ from inference_plugin.worker.transaction import Job, Opening, Transaction, serve
 __all__ = ["bucket", "handlers", "open_group", "still_committing"]
 
 
-ANOTHER_MANAGER = (
-    "another SyncManager, of another trainer perhaps, updates this group too: let one manager update it, or give each trainer "
-    "and its engines a WEIGHTWIRE_JOB of their own"
-)
+def another_manager(session: str) -> str:
+    """The hint for a manager that meets another one, of that session, in a group."""
+    return (
+        f"another SyncManager{session and ' '}{session}, of another trainer perhaps, updates this group too: let one manager "
+        "update it, or give each trainer and its engines a WEIGHTWIRE_JOB of their own"
+    )
 
 
-def still_committing() -> SyncTimeout:
-    """The error of a request that came during a commit. It concerns this replica alone, and only for now."""
+def still_committing(transaction: Transaction | None = None, session: str = "") -> SyncTimeout:
+    """The error of a request, of the manager `session`, that came during the commit of `transaction`. It concerns this replica
+    alone, and only for now."""
+    if transaction is not None and transaction.sender.session != session:
+        return SyncTimeout(
+            "another manager's commit of this group is still under way here",
+            hint=another_manager(transaction.sender.session),
+        )
     return SyncTimeout(
         "another commit of this group is still under way here",
         hint="the other replicas are not concerned; this one takes the next update after that commit. If it lost a rank in that "
@@ -65,8 +73,8 @@ def open_group(group: WeightUpdateGroup, asker: Any, request: OpenGroup) -> None
             group.reply_opened(asker)
         return
     if group.state == "committing":
-        raise still_committing()
-    group.drop("the group was opened anew", hint=ANOTHER_MANAGER)
+        raise still_committing(group.transaction, request.session)
+    group.drop("the group was opened anew", hint=another_manager(request.session))
     opening = Opening(request, [asker])
     group.openings.append(opening)
     group.queue(Job(AgreeOnTerms(request), opening=opening))
@@ -82,7 +90,8 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     if request.transport and (request.transport, request.install, request.partial) != (
         agreed.transport, agreed.install, agreed.partial
     ):  # fmt: skip
-        raise ProtocolError("another trainer has opened the group since, by other terms", hint="open the group again")
+        hint = f"open the group again; {another_manager(agreed.session)}"
+        raise ProtocolError("another trainer has opened the group since, by other terms", hint=hint)
     current = group.transaction
     if current is not None and current.txn == request.txn:
         if current.mapped is not None:
@@ -93,7 +102,7 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     if isinstance(finished := group.finished.get(request.txn), WeightwireError):
         raise copy.copy(finished)
     if group.state == "committing":
-        raise still_committing()
+        raise still_committing(current, request.sender.session)
     must_equal = ""
     if (installed := group.installed) is not None and not group.unknown and group.state != "torn":
         if request.version == installed.version:
@@ -115,8 +124,10 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     if isinstance(finished, RankCommit):
         raise VersionConflict(f"transaction {request.txn} is committed already")
     if current is not None and current.version > request.version:
-        raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
-    group.drop("another transaction overtook it", hint=ANOTHER_MANAGER)
+        other = current.sender.session
+        hint = another_manager(other) if other != request.sender.session else ""
+        raise VersionConflict(f"version {current.version} is on its way, {request.version} is older", hint=hint)
+    group.drop("another transaction overtook it", hint=another_manager(request.sender.session))
     expires_at_s = group.shared.now_s + request.lease_s
     transaction = Transaction(request.txn, request.version, request.sender, request.lease_s, expires_at_s, must_equal)
     transaction.begin_askers.append(asker)

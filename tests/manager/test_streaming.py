@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -189,6 +191,42 @@ def test_trainers_that_update_in_turn_each_in_its_own_way_agree_on_it_anew(start
             report = manager.update(source(version), version)
             assert {r.install for r in report.replicas} == {way["install"]} and report.failed == ()
             assert all(holds(rig, version) for rig in rigs)
+
+
+@pytest.mark.parametrize(
+    ("way", "outcomes"), [("streaming", ["committed", "SyncTimeout"]), ("copy", ["VersionConflict", "committed"])]
+)
+def test_of_two_managers_of_one_group_at_a_time_the_loser_s_error_names_the_process_of_the_other(
+    start: Start, way: Any, outcomes: list[str]
+) -> None:
+    """What is streamed is being committed from its first byte on; any other update is overtaken by the later one."""
+    rig, found, words = start(tp=2), ["", ""], ["", ""]
+
+    def updates(number: int, manager: SyncManager, seed: int, weights: ShardSource) -> None:
+        try:
+            manager.update(weights, seed)
+            found[number] = "committed"
+        except WeightwireError as error:
+            found[number], words[number] = type(error).__name__, str(error)
+
+    class Met(ShardSource):
+        def slices(self) -> Iterator[LocalSlice]:
+            for number, each in enumerate(super().slices()):
+                if number == 3:
+                    updates(1, later, 3, source(3))
+                yield each
+
+    with (
+        SyncManager(install=way, timeout_s=60, on_failure="raise") as first,
+        SyncManager(install="copy", transport="zmq", timeout_s=60, on_failure="raise") as later,
+    ):
+        first.update(source(1), 1)
+        updates(0, first, 2, Met(checkpoint(2)))
+        assert found == outcomes and holds(rig, 2 + outcomes.index("committed"))
+        assert f"another SyncManager {socket.gethostname()}/{os.getpid()}/" in max(words)
+        for version, manager in ((4, later), (5, first)):
+            manager.update(source(version), version)
+            assert holds(rig, version)
 
 
 @pytest.mark.parametrize("kind", [OpenGroup, Begin, Commit, AskStands, Bucket, Seal])

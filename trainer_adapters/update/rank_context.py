@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 
@@ -23,7 +25,8 @@ __all__ = ["RankContext"]
 
 
 class RankContext:
-    """This rank. `fleet`: on rank 0, None on the others. `trainer`: the id under which workers know this trainer.
+    """This rank. `fleet`: on rank 0, None on the others. `trainer`: the id under which workers know this trainer, and name it
+    to another one: host, process, and a random number.
 
     `count` numbers the operations. The current one began at `began_s` (of `perf_counter`) and ends by `deadline_s` (of
     `monotonic`), which each rank counts from its own call. `released`: called once this rank's source is no longer read.
@@ -34,7 +37,8 @@ class RankContext:
         self.settings = settings
         self.ranks = ranks
         self.fleet = fleet
-        self.trainer = secrets.token_hex(8)
+        host = socket.gethostname()[:64].encode("ascii", "replace").decode()
+        self.trainer = f"{host}/{os.getpid()}/{secrets.token_hex(8)}"
         self.events = Events()
         self.claims = Claims()
         self.writer = Writer(settings, ranks.rank, secret=ranks.secret, look=ranks.look)

@@ -350,7 +350,8 @@ class Transaction:
         terms, (_, sender) = self.terms, self._offers[action.transport]
         install, sharing = terms.install_over(action.transport), self.machine.participants[action.replica].sharing
         probe = sender.probe()
-        request = OpenGroup(terms.group, terms.manifest, action.transport, probe, install, terms.partial, sharing)
+        me = terms.sender.session
+        request = OpenGroup(terms.group, terms.manifest, action.transport, probe, install, terms.partial, sharing, me)
         if request != self._opens_with:
             self._opens_with = request
         return self._opens_with  # the same object for the next replica: what goes to many is encoded once

@@ -26,6 +26,7 @@ from inference_plugin.wire.messages.common import (
     ReplicaId,
     Seconds,
     Sender,
+    Session,
     StartTicks,
     TransportName,
     Txn,
@@ -45,7 +46,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
     nothing; other terms replace the group's terms and keep its installed version. The reply comes when the terms are
     agreed. If the same request comes again meanwhile, both get that reply; a request with other terms waits for it first.
     `sharing`: as many replicas of the worker's host open the group at this moment, and each may count on its part of the free
-    memory only.
+    memory only. `session`: the manager's, as in `Sender`, by which errors name it to another one.
     """
 
     group: GroupName
@@ -55,6 +56,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
     install: InstallPolicy = "auto"
     partial: bool = False
     sharing: Annotated[int, msgspec.Meta(ge=1, lt=MAX_PEERS)] = 1
+    session: Session = ""
 
 
 class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
