@@ -30,6 +30,7 @@ from tests.support.quantising import (
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
+from trainer_adapters.sources import quantization
 from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
 
@@ -150,7 +151,7 @@ def test_a_value_that_is_not_finite_shows_in_what_travels(two: Ranks) -> None:
     assert {f"model.layers.{layer}.mlp.up_proj.weight_scale_inv" for layer in (0, 1)} <= names
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) -> None:
     rows, columns = (data.draw(st.integers(1, 60)) for _ in range(2))
@@ -163,11 +164,49 @@ def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) ->
     expected, expected_scales = as_vllm_quantises(whole, list(block), power_of_two)
     scales = scheme.scale(block_maxima(whole, (0, 0), block))
     assert torch.equal(scales, expected_scales)
-    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
-    bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
-    touched = scales[top // block[0] : math.ceil(bottom / block[0]), left // block[1] : math.ceil(right / block[1])]
-    part = quantize(whole[top:bottom, left:right], (top, left), scheme, touched)
-    assert torch.equal(part.view(torch.uint8), expected[top:bottom, left:right].view(torch.uint8))
+    assert_any_part_is(whole, scheme, expected, scales, data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_matrix_cut_between_words_is_packed_as_the_whole(data: st.DataObject) -> None:
+    rows, group = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([8, 16, 24, 32]))
+    columns = group * data.draw(st.integers(1, 5))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
+    whole = (torch.randn(rows, columns, generator=random) * 10 ** data.draw(st.integers(-7, 3))).to(dtype)
+    whole[data.draw(st.integers(0, rows - 1))] = 0
+    scheme = Scheme((rows, columns), torch.int32, (1, group), dtype, ())
+    made = quantised({"a_proj.weight": whole}, INT4, group)
+    scales = scheme.scale(block_maxima(whole, (0, 0), scheme.block))
+    assert torch.equal(scales.to(dtype), made["a_proj.weight_scale"])
+    assert_any_part_is(whole, scheme, made["a_proj.weight_packed"], scales, data)
+
+
+def assert_any_part_is(
+    whole: torch.Tensor, scheme: Scheme, expected: torch.Tensor, scales: torch.Tensor, data: st.DataObject
+) -> None:
+    """However many rows of blocks are worked on at once."""
+    (rows, columns), (height, width), of = scheme.shape, scheme.block, scheme.in_a_word
+    top, left = data.draw(st.integers(0, rows - 1)), of * data.draw(st.integers(0, columns // of - 1))
+    bottom, right = data.draw(st.integers(top + 1, rows)), of * data.draw(st.integers(left // of + 1, columns // of))
+    part, at = whole[top:bottom, left:right], (top, left)
+    touched = slice(top // height, math.ceil(bottom / height)), slice(left // width, math.ceil(right / width))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "ELEMENTS_AT_ONCE", data.draw(st.sampled_from([1, 300, 1 << 19])))
+        maxima = block_maxima(part, at, scheme.block)
+        made = quantize(part, at, scheme, scales[touched])
+    assert torch.equal(made.view(torch.uint8), expected[top:bottom, left // of : right // of].view(torch.uint8))
+    blocks = [
+        [one.abs().amax().float() for one in torch.tensor_split(row, edges(left, right, width), 1)]
+        for row in torch.tensor_split(part, edges(top, bottom, height), 0)
+    ]
+    assert maxima.tolist() == [[float(one) for one in row] for row in blocks]
+
+
+def edges(first: int, last: int, width: int) -> list[int]:
+    """Where blocks of `width` end within a range, counted from its beginning."""
+    return [edge - first for edge in range(width, last, width) if edge > first]
 
 
 class Operations(TorchDispatchMode):
