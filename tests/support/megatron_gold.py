@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.support.megatron_models import text_of
+
 RENAMES = [
     (r"embedding\.word_embeddings\.weight", "model.embed_tokens.weight"),
     (r"decoder\.final_layernorm\.", "model.norm."),
@@ -33,6 +35,13 @@ RENAMES = [
     (r"self_attention\.out_norm", "linear_attn.norm"),
     (r"self_attention\.in_proj\.layer_norm_weight", "input_layernorm.weight"),
 ]
+QWEN3_NEXT = [
+    (r"mtp\.layers\.0\.enorm", "mtp.pre_fc_norm_embedding"),
+    (r"mtp\.layers\.0\.hnorm", "mtp.pre_fc_norm_hidden"),
+    (r"mtp\.layers\.0\.eh_proj", "mtp.fc"),
+    (r"mtp\.layers\.0\.final_layernorm", "mtp.norm"),
+]
+QWEN3_5 = [*QWEN3_NEXT, (r"^model\.", "model.language_model.")]
 GEMMA_2 = [
     (r"post_attention_layernorm", "pre_feedforward_layernorm"),
     (r"self_attn\.o_proj\.post_layernorm", "post_attention_layernorm"),
@@ -51,19 +60,18 @@ RENAMES_OF: dict[str, list[tuple[str, str]]] = {
         (r"(mtp_layers\.\d+\.)hnorm", r"\1hidden_layernorm"),
         (r"(mtp_layers\.\d+\.)eh_proj", r"\1input_proj"),
     ],
-    "qwen3_next": [
-        (r"mtp\.layers\.0\.enorm", "mtp.pre_fc_norm_embedding"),
-        (r"mtp\.layers\.0\.hnorm", "mtp.pre_fc_norm_hidden"),
-        (r"mtp\.layers\.0\.eh_proj", "mtp.fc"),
-        (r"mtp\.layers\.0\.final_layernorm", "mtp.norm"),
-    ],
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
 }
 MTP_LAYERS = {"mimo": "model.mtp_layers.", "qwen3_next": "mtp.layers."}
+MTP_LAYERS |= dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "mtp.layers.")
 """Where the checkpoint has its MTP layers, if not behind the others."""
 
 
 def assemble(ranks: list[dict[str, Any]], hf: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`ranks`: what each rank has as "raw" (names with global layer numbers) and "place"."""
+    hf = text_of(hf)
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for rank in sorted(ranks, key=lambda one: -one["place"]["pp"]):  # the first stage's copy of an embedding wins
         at = rank["place"]
@@ -169,7 +177,7 @@ def _qkv(name: str, fused: torch.Tensor, hf: dict[str, Any]) -> dict[str, torch.
     groups = hf["num_key_value_heads"]
     per_group = hf["num_attention_heads"] // groups
     head = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    gated = hf.get("gated", False) or hf["model_type"] == "qwen3_next"
+    gated = hf.get("gated", False) or "linear_num_key_heads" in hf
     rest = tuple(fused.shape[1:])
     heads = fused.reshape(groups, -1, head, *rest)
     q, k, v = heads[:, :per_group], heads[:, -2], heads[:, -1]
@@ -188,6 +196,9 @@ def _delta_net(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dic
     ]
     by_head = [torch.cat([one[i].unflatten(0, (here, -1)) for one in split]) for i in range(6)]
     at = name[: name.index("self_attention")] + "linear_attn.in_proj_"
+    if hf["model_type"].startswith("qwen3_5"):
+        q, k, v, z, b, a = (part.flatten(0, 1) for part in by_head)
+        return {f"{at}qkv.weight": torch.cat([q, k, v]), f"{at}z.weight": z, f"{at}b.weight": b, f"{at}a.weight": a}
     return {
         f"{at}qkvz.weight": torch.cat(by_head[:4], dim=1).flatten(0, 1),
         f"{at}ba.weight": torch.cat(by_head[4:], dim=1).flatten(0, 1),

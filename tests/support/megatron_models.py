@@ -56,6 +56,17 @@ GDN = {
 }
 
 
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A Hugging Face model: prefix of its classes, and what differs from `SHAPE`."""
@@ -66,6 +77,8 @@ class Kind:
     """Megatron-Bridge 0.3.1 can load and export it."""
     text: bool = False
     """The configuration is that of the text model."""
+    vision: dict[str, Any] | None = None
+    """The vision tower of a model whose text model is described by the rest."""
     model_type: str = ""
     """For a model whose classes transformers doesn't have, and whose tensors are named as those of `prefix`."""
 
@@ -98,6 +111,9 @@ KINDS = {
     "seed_oss": Kind("SeedOss", {"attention_bias": True}, bridge=False),
     "olmoe": Kind("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8}),
     "qwen3_next": Kind("Qwen3Next", MOE | GDN | {"shared_expert_intermediate_size": 40}),
+    "qwen3_5": Kind("Qwen3_5", GDN, bridge=False, vision=VISION),
+    "qwen3_5_text": Kind("Qwen3_5", GDN | {"tie_word_embeddings": True}, bridge=False, text=True),
+    "qwen3_5_moe": Kind("Qwen3_5Moe", MOE | GDN | {"shared_expert_intermediate_size": 40}, bridge=False, vision=VISION),
     "nemotron": Kind("Nemotron", {"norm_eps": 1e-5}),
     "gemma": Kind("Gemma", {"tie_word_embeddings": True}),
     "gemma2": Kind("Gemma2", {"tie_word_embeddings": True}),
@@ -112,8 +128,11 @@ def write_checkpoint(kind: str, directory: Path) -> None:
 
     entry = KINDS[kind]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{entry.prefix}{'Text' * entry.text}Config")(**(SHAPE | entry.overrides))
-    model = getattr(transformers, f"{entry.prefix}ForCausalLM")(config)
+    described = SHAPE | entry.overrides
+    if entry.vision:
+        described = {"text_config": described, "vision_config": entry.vision}
+    config = getattr(transformers, f"{entry.prefix}{'Text' * entry.text}Config")(**described)
+    model = getattr(transformers, f"{entry.prefix}For{'ConditionalGeneration' if entry.vision else 'CausalLM'}")(config)
     with torch.no_grad():
         for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
             if tensor.dim() == 1:
@@ -160,8 +179,14 @@ class Layout:
         )
 
 
+def text_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text model, which has the kind of the whole."""
+    return hf | hf.get("text_config", {}) | {"model_type": hf["model_type"]}
+
+
 def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
     """This rank's chunks of `GPTModel` for a config.json, in the groups that `layout.enter()` made."""
+    hf = text_of(hf)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
@@ -194,7 +219,7 @@ def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
 def _spec(hf: dict[str, Any], config: Any, layout: Layout, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    if hf["model_type"] == "qwen3_next":
+    if "linear_num_key_heads" in hf:
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 
         return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
@@ -222,7 +247,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf.get("intermediate_size"),
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf["num_key_value_heads"],
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
@@ -232,8 +257,8 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
         "add_qkv_bias": kind in ("qwen2", "qwen2_moe", "mimo") or bool(hf.get("attention_bias")),
-        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "qwen3_next", "olmoe", "gemma3_text")
-        or bool(hf.get("use_qk_norm") or hf.get("kv_lora_rank")),
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "olmoe", "gemma3_text")
+        or bool(hf.get("use_qk_norm") or hf.get("kv_lora_rank") or hf.get("linear_num_key_heads")),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
@@ -289,7 +314,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
         }
     if kind.startswith("gemma"):
         fields |= {"layernorm_zero_centered_gamma": True}
-    if kind == "qwen3_next":
+    if "linear_num_key_heads" in hf:
         fields |= {name: value for name, value in hf.items() if name in GDN and name.startswith("linear")}
         fields |= {
             "layernorm_zero_centered_gamma": True,

@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from tests.support.leaving import leave_process_groups
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
-from tests.support.megatron_models import KINDS, Layout, build, data_parallel, run_schedule, shift, train
+from tests.support.megatron_models import KINDS, Layout, build, data_parallel, run_schedule, shift, text_of, train
 from tests.trainers.observing import Result, observe, refused
 from trainer_adapters import ExportAdapter, MegatronAdapter, MegatronLoRAAdapter
 from trainer_adapters.sources import megatron
@@ -43,6 +43,9 @@ from trainer_adapters.sources.megatron import (
     megatron_architecture,
 )
 from trainer_adapters.sources.megatron.families.llama import llama
+
+SEQUENCE_PARALLEL = (("sequence_parallel", True),)
+"""Without it, Megatron doesn't sum the gradients of a gated delta net's norm over tensor-parallel ranks."""
 
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     2: {
@@ -70,6 +73,8 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
         "ep2 gpt_oss": ("gpt_oss", Layout(ep=2)),
         "tp2 mimo mtp te": ("mimo", Layout(tp=2, mtp=1, te=True)),
         "tp2 qwen3_next te": ("qwen3_next", Layout(tp=2, etp=1, ep=2, te=True)),
+        "tp2 qwen3_5 mtp te": ("qwen3_5", Layout(tp=2, mtp=1, te=True, overrides=SEQUENCE_PARALLEL)),
+        "tp2 qwen3_5_moe te": ("qwen3_5_moe", Layout(tp=2, etp=1, ep=2, te=True)),
         "tp2 nemotron te": ("nemotron", Layout(tp=2, te=True)),
         "tp2 gemma3 te": ("gemma3", Layout(tp=2, te=True)),
     },
@@ -116,6 +121,10 @@ FULL: dict[int, dict[str, tuple[str, Layout]]] = {
         "pp2 olmoe": ("olmoe", Layout(pp=2)),
         "pp2 qwen3_next te": ("qwen3_next", Layout(pp=2, te=True)),
         "tp2 qwen3_next mtp te": ("qwen3_next", Layout(tp=2, etp=2, mtp=1, te=True)),
+        "pp2 qwen3_5 te": ("qwen3_5", Layout(pp=2, te=True)),
+        "pp2 qwen3_5_text te": ("qwen3_5_text", Layout(pp=2, te=True, padded=True)),
+        "pp2 qwen3_5_moe mtp te": ("qwen3_5_moe", Layout(pp=2, mtp=1, te=True)),
+        "ep2 qwen3_5_moe te": ("qwen3_5_moe", Layout(ep=2, te=True)),
         "pp2 nemotron te": ("nemotron", Layout(pp=2, te=True)),
         "tp2 gemma2 te": ("gemma2", Layout(tp=2, te=True)),
         "pp2 gemma2 te": ("gemma2", Layout(pp=2, te=True)),
@@ -128,6 +137,7 @@ FULL: dict[int, dict[str, tuple[str, Layout]]] = {
         "tp2 pp2 glm4_moe mtp te": ("glm4_moe", Layout(tp=2, pp=2, mtp=1, te=True)),
         "tp2 pp2 ep2 mixtral te": ("mixtral", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
         "tp2 pp2 mimo mtp te": ("mimo", Layout(tp=2, pp=2, mtp=1, te=True)),
+        "tp2 pp2 qwen3_5 te": ("qwen3_5", Layout(tp=2, pp=2, te=True, overrides=SEQUENCE_PARALLEL)),
         "tp2 pp2 ep2 qwen3_next mtp te": ("qwen3_next", Layout(tp=2, pp=2, ep=2, etp=1, mtp=1, te=True)),
     },
 }
@@ -165,7 +175,7 @@ def combination(kind: str, layout: Layout, checkpoints: Path) -> Result:
     chunks = build(hf, layout)
     result: Result = {"place": place()}
     # Its rule for experts knows Transformer Engine's names only; it leaves MTP and padding out.
-    is_moe = "num_experts_per_tok" in hf
+    is_moe = "num_experts_per_tok" in text_of(hf)
     bridge = None
     if KINDS[kind].bridge and not (layout.mtp or layout.padded or (is_moe and not layout.te)):
         bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))

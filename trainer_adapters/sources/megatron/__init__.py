@@ -11,6 +11,7 @@ from trainer_adapters.sources.megatron.rules import (
     PADDING,
     QKV,
     ColumnParallel,
+    Concatenated,
     GatedMLP,
     InterleavedMLP,
     Norm,
@@ -20,6 +21,7 @@ from trainer_adapters.sources.megatron.rules import (
     Rule,
     Run,
     VocabParallel,
+    below,
     decoder_layer,
     mtp_decoder_layer,
     mtp_layer,
@@ -27,7 +29,7 @@ from trainer_adapters.sources.megatron.rules import (
 )
 
 __all__ = [
-    "PADDING", "QKV", "Architecture", "ColumnParallel", "GatedMLP", "InterleavedMLP", "ModelDims", "Norm", "NotSent",
-    "Replicated", "RowParallel", "Rule", "Run", "VocabParallel", "architectures", "decoder_layer", "families",
-    "megatron_architecture", "mtp_decoder_layer", "mtp_layer", "stacked",
+    "PADDING", "QKV", "Architecture", "ColumnParallel", "Concatenated", "GatedMLP", "InterleavedMLP", "ModelDims", "Norm",
+    "NotSent", "Replicated", "RowParallel", "Rule", "Run", "VocabParallel", "architectures", "below", "decoder_layer",
+    "families", "megatron_architecture", "mtp_decoder_layer", "mtp_layer", "stacked",
 ]  # fmt: skip

@@ -156,7 +156,7 @@ def chunks_of(model: Any, hf_config: Any, architecture: Architecture | None) -> 
             "a Megatron-Core model was given without the config of its checkpoint",
             hint="pass hf_config=AutoConfig.from_pretrained(...) of the model that the engine serves, on every rank",
         )
-    architecture = architecture or _architecture(_get(hf_config, "model_type"))
+    architecture = architecture or _architecture(_required("model_type", _said(hf_config, "model_type")))
     tied = _tied(models, hf_config)
     chunks = []
     for i, one in enumerate(models):
@@ -166,7 +166,7 @@ def chunks_of(model: Any, hf_config: Any, architecture: Architecture | None) -> 
         chunk = Chunk(
             model=one,
             architecture=architecture,
-            vocab_size=int(_get(hf_config, "vocab_size")),
+            vocab_size=int(_required("vocab_size", _said_of_text(hf_config, "vocab_size"))),
             tied=tied,
             place=place,
             layer_offset=layer_offset(one.config, stage, place.pp_rank),
@@ -194,8 +194,14 @@ def _said(hf_config: Any, name: str) -> Any:
     return hf_config.get(name) if isinstance(hf_config, Mapping) else getattr(hf_config, name, None)
 
 
-def _get(hf_config: Any, name: str) -> Any:
-    if (value := _said(hf_config, name)) is None:
+def _said_of_text(hf_config: Any, name: str) -> Any:
+    """Of the text model, which a larger model's config has in `text_config`."""
+    value = _said(_said(hf_config, "text_config") or {}, name)
+    return _said(hf_config, name) if value is None else value
+
+
+def _required(name: str, value: Any) -> Any:
+    if value is None:
         raise ManifestMismatch(f"the Hugging Face config has no {name}", side="trainer")
     return value
 
@@ -216,7 +222,7 @@ def _architecture(model_type: str) -> Architecture:
 
 def _tied(models: list[Any], hf_config: Any) -> bool:
     tied = bool(getattr(models[0], "share_embeddings_and_output_weights", False))
-    said = _said(hf_config, "tie_word_embeddings")
+    said = _said_of_text(hf_config, "tie_word_embeddings")
     if said is not None and bool(said) != tied:
         raise ManifestMismatch(
             f"tie_word_embeddings is {said} in the Hugging Face config, share_embeddings_and_output_weights is {tied} in the "

@@ -24,8 +24,8 @@ import torch
 from trainer_adapters.sources.megatron.dims import ModelDims
 
 __all__ = [
-    "PADDING", "QKV", "ColumnParallel", "GatedMLP", "InterleavedMLP", "Norm", "NotSent", "Replicated", "RowParallel", "Rule",
-    "Run", "VocabParallel", "decoder_layer", "mtp_decoder_layer", "mtp_layer", "stacked",
+    "PADDING", "QKV", "ColumnParallel", "Concatenated", "GatedMLP", "InterleavedMLP", "Norm", "NotSent", "Replicated",
+    "RowParallel", "Rule", "Run", "VocabParallel", "below", "decoder_layer", "mtp_decoder_layer", "mtp_layer", "stacked",
 ]  # fmt: skip
 
 PADDING = -1
@@ -237,6 +237,24 @@ class QKV(Rule):
             yield Run(2, group * head, head)
 
 
+class Concatenated(Rule):
+    """`Concatenated(megatron, name, QKV("", "q", "k", "v"))`: the checkpoint has the tensors of another rule in one, the rows of
+    the first before those of the second."""
+
+    def __init__(self, megatron: str, name: str, of: Rule) -> None:
+        super().__init__(megatron, name)
+        self.of, self.strides = of, of.strides
+
+    def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return self.of.partition_dims(shape)
+
+    def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
+        runs = list(self.of.runs(rows, dims))
+        sizes = [sum(run.rows for run in runs if run.part == part) for part in range(self.of.parts)]
+        for part, start, count in runs:
+            yield Run(0, sum(sizes[:part]) + start, count)
+
+
 class NotSent(Rule):
     """A parameter that the checkpoint doesn't have."""
 
@@ -264,6 +282,14 @@ def mtp_decoder_layer(checkpoint: str, rules: Iterable[Rule]) -> tuple[Rule, ...
     for one in copies:
         one.megatron = one.megatron.replace("decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer.")
         one.names = tuple(name.replace("model.layers.{layer}.", checkpoint) for name in one.names)
+    return copies
+
+
+def below(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The same rules, for a checkpoint that has `prefix` in place of `model.`: a text model inside a larger one."""
+    copies = tuple(map(copy.copy, rules))
+    for one in copies:
+        one.names = tuple(re.sub(r"^model\.", prefix, name) for name in one.names)
     return copies
 
 

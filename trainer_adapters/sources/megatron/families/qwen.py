@@ -1,4 +1,4 @@
-"""Qwen from its third generation on, its mixtures of experts, and Qwen3-Next with its gated delta nets."""
+"""Qwen from its third generation on, its mixtures of experts, and the gated delta nets of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trainer_adapters.sources.megatron.rules import (
     RowParallel,
     Rule,
     Run,
+    below,
     decoder_layer,
     mtp_decoder_layer,
 )
 
-__all__ = ["qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
+__all__ = ["qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next"]
 
 SHARED_EXPERT = decoder_layer(
     GatedMLP(
@@ -67,6 +68,24 @@ class _DeltaNetInput(Rule):
                         yield Run(part, head * sum(sizes) + sum(sizes[:i]), size)
 
 
+class _DeltaNetInputApart(Rule):
+    """As `_DeltaNetInput`, for a checkpoint that has four tensors: queries, keys and values one after the other; gates; betas;
+    alphas."""
+
+    parts = 4
+
+    def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
+        return (0,)
+
+    def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
+        key, value, heads = _delta_net_sizes(dims)
+        for way in range(dims.ways):
+            for part, before, size in (
+                (0, 0, key), (0, key, key), (0, 2 * key, value), (1, 0, value), (2, 0, heads), (3, 0, heads),
+            ):  # fmt: skip
+                yield Run(part, before + way * size // dims.ways, size // dims.ways)
+
+
 class _DeltaNetConvolution(Rule):
     """Each rank holds its rows of the queries, of the keys, of the values. The checkpoint has all rows of the queries first."""
 
@@ -74,11 +93,17 @@ class _DeltaNetConvolution(Rule):
         return (0,)
 
     def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
-        heads, key = dims.config.linear_num_key_heads, dims.config.linear_key_head_dim
-        sizes = heads * key, heads * key, heads * _values_per_key(dims) * dims.config.linear_value_head_dim
+        key, value, _ = _delta_net_sizes(dims)
         for way in range(dims.ways):
-            for i, size in enumerate(sizes):
-                yield Run(0, sum(sizes[:i]) + way * size // dims.ways, size // dims.ways)
+            for before, size in ((0, key), (key, key), (2 * key, value)):
+                yield Run(0, before + way * size // dims.ways, size // dims.ways)
+
+
+def _delta_net_sizes(dims: ModelDims) -> tuple[int, int, int]:
+    """Rows of all keys, of all values, and number of heads of the values."""
+    config = dims.config
+    heads = int(config.linear_num_value_heads)
+    return config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim, heads
 
 
 def _values_per_key(dims: ModelDims) -> int:
@@ -98,19 +123,36 @@ DELTA_NET = (
 )
 
 
+_AT = "mtp.layers.{mtp}."
+_LAYERS = (*zero_centered((*NORMS, *QK_NORM)), *ATTENTION, *MLP, *MOE, *SHARED_EXPERT)
+MTP = (
+    *zero_centered(
+        (
+            Norm(f"{_AT}enorm.*", "mtp.pre_fc_norm_embedding.*"),
+            Norm(f"{_AT}hnorm.*", "mtp.pre_fc_norm_hidden.*"),
+            Norm(f"{_AT}final_layernorm.*", "mtp.norm.*"),
+        )
+    ),
+    ColumnParallel(f"{_AT}eh_proj.weight", "mtp.fc.weight", may_be_duplicated=True),
+    *mtp_decoder_layer(_AT, _LAYERS),
+)
+
+
 @megatron_architecture("qwen3_next")
 def qwen3_next() -> Architecture:
-    layers = (*zero_centered((*NORMS, *QK_NORM)), *ATTENTION, *MLP, *MOE, *SHARED_EXPERT)
-    at = "mtp.layers.{mtp}."
-    mtp = (
-        *zero_centered(
-            (
-                Norm(f"{at}enorm.*", "mtp.pre_fc_norm_embedding.*"),
-                Norm(f"{at}hnorm.*", "mtp.pre_fc_norm_hidden.*"),
-                Norm(f"{at}final_layernorm.*", "mtp.norm.*"),
-            )
-        ),
-        ColumnParallel(f"{at}eh_proj.weight", "mtp.fc.weight", may_be_duplicated=True),
-        *mtp_decoder_layer(at, layers),
+    return Architecture((*zero_centered(MODEL), *_LAYERS, *DELTA_NET, *MTP))
+
+
+@megatron_architecture("qwen3_5_text", "qwen3_5_moe_text")
+def qwen3_5_text() -> Architecture:
+    apart = _DeltaNetInputApart(
+        "self_attention.in_proj.*", *(f"linear_attn.in_proj_{x}.*" for x in ("qkv", "z", "b", "a"))
     )
-    return Architecture((*zero_centered(MODEL), *layers, *DELTA_NET, *mtp))
+    return qwen3_next().extended(decoder_layer(apart))
+
+
+@megatron_architecture("qwen3_5", "qwen3_5_moe")
+def qwen3_5() -> Architecture:
+    """The text part of the published model, without its vision tower."""
+    prefix = "model.language_model."
+    return Architecture(below(prefix, qwen3_5_text().rules), ties={"lm_head.weight": f"{prefix}embed_tokens.weight"})
