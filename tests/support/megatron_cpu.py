@@ -62,6 +62,7 @@ class _OnCpu(TorchFunctionMode):
 def run_on_cpu() -> None:
     """Patches torch.cuda and Megatron so that models are built and trained on the CPU, with gloo."""
     import megatron.core.ssm.gated_delta_net as gated_delta_net
+    import megatron.core.ssm.mamba_mixer as mamba_mixer
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.torch_norm as torch_norm
@@ -92,6 +93,8 @@ def run_on_cpu() -> None:
     torch.Tensor.record_stream = lambda self, *a: None
     # With `deterministic_mode`, this norm is all that a gated delta net takes from flash-linear-attention.
     gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, partial(nn.functional.normalize, dim=-1)
+    mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, _NormByGroup
+    mamba_mixer.mamba_split_conv1d_scan_combined = _scan
     # Without Transformer Engine the name is read but was never set.
     moe_utils.te_general_gemm = None
     # Splits that all_to_all_single takes as numbers come from the GPU as arrays.
@@ -121,6 +124,48 @@ def run_on_cpu() -> None:
     dist.scatter = lambda tensor, scatter_list=None, **k: scatter(
         tensor, None if scatter_list is None else [one.contiguous() for one in scatter_list], **k
     )
+
+
+class _NormByGroup(nn.Module):
+    """In the place of the norm of `mamba_ssm`."""
+
+    def __init__(self, width: int, *, eps: float, group_size: int, dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group_size = nn.Parameter(torch.ones(width, dtype=dtype)), eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return nn.functional.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
+
+
+def _scan(
+    projected: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a: torch.Tensor,
+    *,
+    D: torch.Tensor,  # noqa: N803  the name of the argument
+    headdim: int,
+    ngroups: int,
+    **_: Any,
+) -> torch.Tensor:
+    """In the place of the kernel of `mamba_ssm`: Mamba-2, step by step. (batch, steps, rows of the input projection)"""
+    heads = len(dt_bias)
+    inner = heads * headdim
+    gate, x, dt = projected.split([inner, len(weight), heads], dim=-1)
+    x = nn.functional.pad(x.mT, (weight.shape[1] - 1, 0))
+    x = nn.functional.silu(nn.functional.conv1d(x, weight[:, None], bias, groups=len(weight))).mT
+    x, b, c = x.split([inner, (len(weight) - inner) // 2, (len(weight) - inner) // 2], dim=-1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (one.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, dim=2) for one in (b, c))
+    dt = nn.functional.softplus(dt + dt_bias)
+    state, out = torch.zeros(1), []
+    for t in range(x.shape[1]):
+        kept = state * (dt[:, t] * a).exp()[..., None, None]
+        state = kept + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        out.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return (torch.stack(out, dim=1).flatten(-2) * nn.functional.silu(gate)).to(projected.dtype)
 
 
 class _Attention(nn.Module):
@@ -189,6 +234,7 @@ def fake_transformer_engine() -> None:
     """
     import megatron.core.models.gpt.experimental_attention_variant_module_specs as variants
     import megatron.core.models.gpt.gpt_layer_specs as specs
+    import megatron.core.ssm.mamba_block as mamba_block
     import megatron.core.transformer.multi_latent_attention as mla
     import megatron.core.transformer.transformer_block as transformer_block
     from megatron.core.models.backends import LocalSpecProvider
@@ -344,7 +390,7 @@ def fake_transformer_engine() -> None:
         TERL=(TERowParallelGroupedLinear,),
     )
     specs.TESpecProvider = variants.TESpecProvider = FakeTESpecProvider
-    specs.TENorm = transformer_block.LayerNormImpl = TENorm
+    specs.TENorm = mamba_block.TENorm = transformer_block.LayerNormImpl = TENorm
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.support.megatron_models import text_of
+from tests.support.megatron_models import EXPERTS, text_of
 
 RENAMES = [
     (r"embedding\.word_embeddings\.weight", "model.embed_tokens.weight"),
@@ -42,6 +42,7 @@ QWEN3_NEXT = [
     (r"mtp\.layers\.0\.final_layernorm", "mtp.norm"),
 ]
 QWEN3_5 = [*QWEN3_NEXT, (r"^model\.", "model.language_model.")]
+LLAMA_4 = [(r"\.mlp\.", ".feed_forward."), (r"feed_forward\.gate\.", "feed_forward.router.")]
 GEMMA_2 = [
     (r"post_attention_layernorm", "pre_feedforward_layernorm"),
     (r"self_attn\.o_proj\.post_layernorm", "post_attention_layernorm"),
@@ -51,6 +52,18 @@ RENAMES_OF: dict[str, list[tuple[str, str]]] = {
     "mixtral": [
         (r"\.mlp\.", ".block_sparse_moe."),
         *((f"{a}_proj", b) for a, b in (("gate", "w1"), ("up", "w3"), ("down", "w2"))),
+    ],
+    "llama4_text": LLAMA_4,
+    "llama4": [*LLAMA_4, (r"^", "language_model.")],
+    "ernie4_5_moe": [(r"mlp\.gate\.e_score", "mlp.moe_statics.e_score")],
+    "glm4": [(r"(self_attention|mlp)\.post_", "post_")],
+    "nemotron_h": [
+        (r"^model\.embed_tokens", "backbone.embeddings"),
+        (r"^model\.norm\.|^decoder\.final_norm\.", "backbone.norm_f."),
+        (r"^model\.", "backbone."),
+        (r"\.(self_attn|mlp)\.", ".mixer."),
+        (r"(input|post_attention)_layernorm|mixer\.in_proj\.layer_norm_(?=weight)", "norm."),
+        (r"norm\.\.", "norm."),
     ],
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_2,
@@ -87,11 +100,12 @@ def assemble(ranks: list[dict[str, Any]], hf: dict[str, Any]) -> dict[str, torch
             out[hf_name] = tensor
     for pattern, to in RENAMES_OF.get(hf["model_type"], ()):
         out = {re.sub(pattern, to, name): tensor for name, tensor in out.items()}
-    return _experts_in_one(out) if hf["model_type"] == "gpt_oss" else out
+    in_one = hf["model_type"] in ("gpt_oss", "llama4", "llama4_text")
+    return _experts_in_one(out, in_turns=hf["model_type"] == "gpt_oss") if in_one else out
 
 
-def _experts_in_one(apart: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """GPT-OSS: (experts, inputs, outputs), gates in the even columns."""
+def _experts_in_one(apart: dict[str, torch.Tensor], *, in_turns: bool) -> dict[str, torch.Tensor]:
+    """(experts, inputs, outputs), gates in the first half of the columns; of GPT-OSS in the even columns."""
     parts: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     out = {}
     for name, tensor in apart.items():
@@ -106,7 +120,8 @@ def _experts_in_one(apart: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             out[f"{at}down_proj{end}"] = tensor if end else tensor.mT
         elif which == "gate":
             both = torch.empty(len(tensor), 2 * tensor.shape[1], *tensor.shape[2:])
-            both[:, 0::2], both[:, 1::2] = tensor, whole[at, "up", word]
+            gates, ups = (both[:, 0::2], both[:, 1::2]) if in_turns else both.chunk(2, dim=1)
+            gates[:], ups[:] = tensor, whole[at, "up", word]
             out[f"{at}gate_up_proj{end}"] = both if end else both.mT
     return out
 
@@ -114,7 +129,7 @@ def _experts_in_one(apart: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _global_expert(name: str, ep_rank: int, hf: dict[str, Any], ep_size: int) -> tuple[str, bool]:
     if ".experts." not in name:
         return name, False
-    total = hf.get("num_experts") or hf.get("n_routed_experts") or hf["num_local_experts"]
+    total = next(filter(None, map(hf.get, EXPERTS)))
     found = re.search(r"local_experts\.(\d+)\.(linear_fc.)\.(weight|bias)|(linear_fc.)\.(weight|bias)(\d+)", name)
     assert found, name
     local, which, word = found.groups()[:3] if found[1] is not None else (found[6], found[4], found[5])
@@ -138,6 +153,14 @@ def _converted(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dic
             return {name: torch.cat([of_hidden, of_embedding], dim=1)}
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
         return _qkv(name, torch.cat(shards), hf)
+    if ".mixer.in_proj.weight" in name or ".mixer.conv1d." in name:
+        heads, state = hf["mamba_num_heads"] // len(shards), hf["n_groups"] * hf["ssm_state_size"] // len(shards)
+        sizes = [heads * hf["mamba_head_dim"], state, state]
+        sizes = [sizes[0], *sizes, heads] if "in_proj" in name else sizes
+        split = [shard.split(sizes) for shard in shards]
+        return {name: torch.cat([part[i] for i in range(len(sizes)) for part in split])}
+    if ".mixer." in name and name.endswith((".D", "norm.weight")) and "layer_norm" not in name:
+        return {name: torch.cat(shards)}
     if name.endswith("in_proj.weight"):
         return _delta_net(name, shards, hf)
     if name.endswith("conv1d.weight"):
@@ -147,15 +170,17 @@ def _converted(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dic
         return {_renamed(name, hf): torch.cat([part[i] for i in range(3) for part in parts])}
     if name.endswith("out_norm.weight"):
         return {_renamed(name, hf): shards[0] + 1}
-    if re.search(r"linear_fc1\.(weight|bias)$", name) and hf["model_type"] == "nemotron":
+    if re.search(r"linear_fc1\.(weight|bias)$", name) and hf["model_type"].startswith("nemotron"):
         return {_renamed(name, hf).replace("linear_fc1", "up_proj"): torch.cat(shards)}
+    if name.endswith("expert_bias") and hf["model_type"] == "ernie4_5_moe":
+        return {_renamed(name, hf): shards[0].unsqueeze(0)}
     if re.search(r"linear_fc1\.(weight|bias)$", name):
         halves = [shard.chunk(2) for shard in shards]
         name = _renamed(name, hf)
-        return {
-            name.replace("linear_fc1", "gate_proj"): torch.cat([half[0] for half in halves]),
-            name.replace("linear_fc1", "up_proj"): torch.cat([half[1] for half in halves]),
-        }
+        gates, ups = (torch.cat([half[i] for half in halves]) for i in (0, 1))
+        if hf["model_type"] in ("phi3", "glm4"):
+            return {name.replace("linear_fc1", "gate_up_proj"): torch.cat([gates, ups])}
+        return {name.replace("linear_fc1", "gate_proj"): gates, name.replace("linear_fc1", "up_proj"): ups}
     whole = _joined(name, shards, hf)
     return {_renamed(name, hf): whole}
 
@@ -184,7 +209,8 @@ def _qkv(name: str, fused: torch.Tensor, hf: dict[str, Any]) -> dict[str, torch.
     if gated:
         q = torch.stack([q, heads[:, per_group : 2 * per_group]], dim=2)
     prefix, word = name[: name.index("self_attention")] + "self_attn.", name.rsplit(".", 1)[1]
-    return {f"{prefix}{x}_proj.{word}": t.reshape(-1, *rest) for x, t in (("q", q), ("k", k), ("v", v))}
+    apart = {f"{prefix}{x}_proj.{word}": t.reshape(-1, *rest) for x, t in (("q", q), ("k", k), ("v", v))}
+    return {f"{prefix}qkv_proj.{word}": torch.cat(list(apart.values()))} if hf["model_type"] == "phi3" else apart
 
 
 def _delta_net(name: str, shards: list[torch.Tensor], hf: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -211,4 +237,8 @@ def _renamed(name: str, hf: dict[str, Any]) -> str:
     name = re.sub(r"self_attention\.k_layernorm", "self_attn.k_norm", name)
     for pattern, to in RENAMES:
         name = re.sub(pattern, to, name)
-    return name if "n_shared_experts" in hf else name.replace("mlp.shared_experts.", "mlp.shared_expert.")
+    return (
+        name
+        if {"n_shared_experts", "moe_num_shared_experts"} & hf.keys()
+        else name.replace("mlp.shared_experts.", "mlp.shared_expert.")
+    )

@@ -56,6 +56,13 @@ GDN = {
 }
 
 
+LLAMA_4 = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 40,
+    "pad_token_id": 0,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -65,6 +72,20 @@ VISION = {
     "num_position_embeddings": 16,
     "patch_size": 4,
 }
+LLAMA_4_VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": SHAPE["hidden_size"],
+    "image_size": 28,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+
+
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""What configs call the number of experts in a layer."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +139,33 @@ KINDS = {
     "gemma": Kind("Gemma", {"tie_word_embeddings": True}),
     "gemma2": Kind("Gemma2", {"tie_word_embeddings": True}),
     "gemma3": Kind("Gemma3", {"tie_word_embeddings": True}, text=True),
+    "glm4": Kind("Glm4", {"attention_bias": True, "pad_token_id": 0}, bridge=False),
+    "ernie4_5_moe": Kind(
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+        bridge=False,
+    ),
+    "llama4": Kind("Llama4", LLAMA_4, bridge=False, vision=LLAMA_4_VISION),
+    "llama4_text": Kind("Llama4", LLAMA_4, bridge=False, text=True),
+    "nemotron_h": Kind(
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mamba", "mlp", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
     "phi3": Kind("Phi3", {"head_dim": 8, "pad_token_id": 0}, bridge=False),
 }
 
@@ -181,15 +229,17 @@ class Layout:
 
 def text_of(hf: dict[str, Any]) -> dict[str, Any]:
     """The config of the text model, which has the kind of the whole."""
-    return hf | hf.get("text_config", {}) | {"model_type": hf["model_type"]}
+    depth = {"num_hidden_layers": len(hf["layers_block_type"])} if "layers_block_type" in hf else {}
+    return hf | hf.get("text_config", {}) | depth | {"model_type": hf["model_type"]}
 
 
 def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
-    """This rank's chunks of `GPTModel` for a config.json, in the groups that `layout.enter()` made."""
+    """This rank's chunks of `GPTModel` or `MambaModel` for a config.json, in the groups that `layout.enter()` made."""
     hf = text_of(hf)
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
 
     torch.manual_seed(11)
     config = _config(hf, layout)
@@ -198,6 +248,13 @@ def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
     for stage in range(layout.vpp) if layout.vpp else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        if hf["model_type"] == "nemotron_h":
+            pattern = "".join(HYBRID[kind] for kind in hf["layers_block_type"])
+            ends = {"pre_process": first, "post_process": last}
+            chunks.append(
+                MambaModel(config, _hybrid_spec(config), hf["vocab_size"], 64, hybrid_override_pattern=pattern, **ends)
+            )
+            continue
         spec = _spec(hf, config, layout, stage)
         mtp = get_gpt_mtp_block_spec(config, spec, layout.te, vp_stage=stage) if layout.mtp and last else None
         model = GPTModel(
@@ -223,7 +280,12 @@ def _spec(hf: dict[str, Any], config: Any, layout: Layout, stage: int | None) ->
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 
         return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
-    spec = get_gpt_decoder_block_spec(config, layout.te, normalization="RMSNorm", vp_stage=stage)
+    spec = get_gpt_decoder_block_spec(
+        config, layout.te, normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm, vp_stage=stage
+    )
+    if hf["model_type"] == "glm4":
+        for layer in spec.layer_specs:
+            layer.module = _with_norms_after(layer.module, inside=not layout.te)
     if hf["model_type"] in ("gemma2", "gemma3_text"):
         from tests.support.megatron_cpu import STAND_INS
 
@@ -238,16 +300,75 @@ def _spec(hf: dict[str, Any], config: Any, layout: Layout, stage: int | None) ->
     return spec
 
 
+HYBRID = {"mamba": "M", "linear_attention": "M", "moe": "E", "attention": "*", "full_attention": "*", "mlp": "-"}
+"""Megatron's signs for the kinds of layers in a hybrid model."""
+
+
+def _hybrid_spec(config: Any) -> Any:
+    """Megatron's own, of stand-ins for Transformer Engine."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    backend = gpt_layer_specs.TESpecProvider()
+    inwards, outwards = backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear()
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=inwards, out_proj=outwards))
+    attention = SelfAttentionSubmodules(
+        linear_qkv=inwards, core_attention=backend.core_attention(), linear_proj=outwards
+    )
+    attends = ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=inwards, linear_fc2=outwards))
+    moe = get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=True)
+    norm = backend.layer_norm(rms_norm=True)
+
+    def layer(kind: type, **parts: Any) -> Any:
+        return ModuleSpec(kind, submodules=TransformerLayerSubmodules(**parts))
+
+    add = get_bias_dropout_add
+    layers = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=add)),
+        attention_layer=layer(TransformerLayer, self_attention=attends, self_attn_bda=add),
+        mlp_layer=layer(MLPLayer, mlp=mlp, mlp_bda=add),
+        moe_layer=layer(TransformerLayer, pre_mlp_layernorm=norm, mlp=moe, mlp_bda=add),
+    )
+    return ModuleSpec(MambaStack, submodules=layers)
+
+
+def _with_norms_after(layer: type, *, inside: bool) -> type:
+    """A decoder layer with norms after attention and MLP. They are its own, as in slime and newer Megatron-Core, or `inside` the
+    two, as in ms-swift."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    class Layer(layer):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            for part, name in ((self.self_attention, "post_self_attn_layernorm"), (self.mlp, "post_mlp_layernorm")):
+                norm = WrappedTorchNorm(config, config.hidden_size, 1e-5)
+                setattr(part if inside else self, name, norm)
+                part.register_forward_hook(lambda _, inputs, outputs, norm=norm: (norm(outputs[0]), outputs[1]))
+
+    return Layer
+
+
 def _config(hf: dict[str, Any], layout: Layout) -> Any:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = hf["model_type"]
-    experts = hf.get("num_experts") or hf.get("n_routed_experts") or hf.get("num_local_experts")
+    experts = next(filter(None, map(hf.get, EXPERTS)), None)
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf.get("intermediate_size"),
+        "ffn_hidden_size": hf.get("intermediate_size_mlp") or hf.get("intermediate_size"),
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf["num_key_value_heads"],
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
@@ -285,7 +406,7 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
     if experts:
         fields |= {
             "num_moe_experts": experts,
-            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_router_topk": hf.get("num_experts_per_tok") or hf["moe_k"],
             "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
             "moe_grouped_gemm": layout.te,
             "moe_token_dispatcher_type": "alltoall",
@@ -322,6 +443,35 @@ def _config(hf: dict[str, Any], layout: Layout) -> Any:
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
             "deterministic_mode": True,  # whose gated delta rule is torch's
+        }
+    if kind == "nemotron_h":
+        fields |= {
+            "gated_linear_unit": False,
+            "activation_func": torch.nn.functional.relu,
+            "is_hybrid_model": True,
+            "mamba_num_heads": hf["mamba_num_heads"],
+            "mamba_head_dim": hf["mamba_head_dim"],
+            "mamba_num_groups": hf["n_groups"],
+            "mamba_state_dim": hf["ssm_state_size"],
+            "moe_shared_expert_intermediate_size": hf["moe_shared_expert_intermediate_size"],
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        }
+    if kind.startswith("llama4"):
+        fields |= {
+            "moe_layer_freq": [int(i in hf["moe_layers"]) for i in range(hf["num_hidden_layers"])],
+            "moe_shared_expert_intermediate_size": hf["intermediate_size"],
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+            "qk_l2_norm": True,
+        }
+    if kind == "ernie4_5_moe":
+        dense = hf["moe_layer_start_index"]
+        fields |= {
+            "moe_layer_freq": [0] * dense + [1] * (hf["num_hidden_layers"] - dense),
+            "moe_shared_expert_intermediate_size": hf["moe_num_shared_experts"] * hf["moe_intermediate_size"],
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
         }
     if "first_k_dense_replace" in hf:
         dense = hf["first_k_dense_replace"]

@@ -75,6 +75,11 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
         "tp2 qwen3_next te": ("qwen3_next", Layout(tp=2, etp=1, ep=2, te=True)),
         "tp2 qwen3_5 mtp te": ("qwen3_5", Layout(tp=2, mtp=1, te=True, overrides=SEQUENCE_PARALLEL)),
         "tp2 qwen3_5_moe te": ("qwen3_5_moe", Layout(tp=2, etp=1, ep=2, te=True)),
+        "tp2 glm4 te": ("glm4", Layout(tp=2, te=True)),
+        "tp2 ernie4_5_moe te": ("ernie4_5_moe", Layout(tp=2, ep=2, etp=1, te=True)),
+        "tp2 llama4 te": ("llama4", Layout(tp=2, ep=2, etp=1, te=True)),
+        "pp2 phi3 te": ("phi3", Layout(pp=2, te=True)),
+        "tp2 nemotron_h te": ("nemotron_h", Layout(tp=2, ep=2, etp=1, te=True)),
         "tp2 nemotron te": ("nemotron", Layout(tp=2, te=True)),
         "tp2 gemma3 te": ("gemma3", Layout(tp=2, te=True)),
     },
@@ -125,6 +130,16 @@ FULL: dict[int, dict[str, tuple[str, Layout]]] = {
         "pp2 qwen3_5_text te": ("qwen3_5_text", Layout(pp=2, te=True, padded=True)),
         "pp2 qwen3_5_moe mtp te": ("qwen3_5_moe", Layout(pp=2, mtp=1, te=True)),
         "ep2 qwen3_5_moe te": ("qwen3_5_moe", Layout(ep=2, te=True)),
+        "pp2 glm4": ("glm4", Layout(pp=2)),
+        "tp2 glm4": ("glm4", Layout(tp=2, padded=True, overrides=SEQUENCE_PARALLEL)),
+        "pp2 ernie4_5_moe": ("ernie4_5_moe", Layout(pp=2)),
+        "ep2 ernie4_5_moe te bf16": ("ernie4_5_moe", Layout(ep=2, te=True, dtype=torch.bfloat16)),
+        "etp2 llama4": ("llama4", Layout(tp=2, etp=2)),
+        "pp2 llama4 te": ("llama4", Layout(pp=2, te=True)),
+        "ep2 llama4_text te": ("llama4_text", Layout(ep=2, te=True)),
+        "tp2 phi3 te": ("phi3", Layout(tp=2, te=True)),
+        "pp2 nemotron_h te": ("nemotron_h", Layout(pp=2, te=True)),
+        "ep2 nemotron_h te": ("nemotron_h", Layout(ep=2, te=True)),
         "pp2 nemotron te": ("nemotron", Layout(pp=2, te=True)),
         "tp2 gemma2 te": ("gemma2", Layout(tp=2, te=True)),
         "pp2 gemma2 te": ("gemma2", Layout(pp=2, te=True)),
@@ -138,6 +153,9 @@ FULL: dict[int, dict[str, tuple[str, Layout]]] = {
         "tp2 pp2 ep2 mixtral te": ("mixtral", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
         "tp2 pp2 mimo mtp te": ("mimo", Layout(tp=2, pp=2, mtp=1, te=True)),
         "tp2 pp2 qwen3_5 te": ("qwen3_5", Layout(tp=2, pp=2, te=True, overrides=SEQUENCE_PARALLEL)),
+        "tp2 pp2 ep2 llama4 te": ("llama4", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
+        "tp2 pp2 ep2 ernie4_5_moe te": ("ernie4_5_moe", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
+        "tp2 pp2 ep2 nemotron_h te": ("nemotron_h", Layout(tp=2, pp=2, ep=2, etp=1, te=True)),
         "tp2 pp2 ep2 qwen3_next mtp te": ("qwen3_next", Layout(tp=2, pp=2, ep=2, etp=1, mtp=1, te=True)),
     },
 }
@@ -229,7 +247,7 @@ def registered_by_decorator(checkpoints: Path) -> Result:
 
 def registered_by_a_plugin(checkpoints: Path) -> Result:
     """`phi3_plugin.py`, which `WEIGHTWIRE_PLUGINS` names."""
-    hf = config_of("phi3", checkpoints)
+    hf = config_of("phi3", checkpoints) | {"model_type": "our_phi3"}
     layout = Layout(tp=2)
     layout.enter()
     chunks = train(build(hf, layout))
@@ -407,7 +425,7 @@ def refuse(checkpoints: Path) -> Result:
     if second:
         del chunks[0].decoder.layers[1].mlp.extra
     out["no config"] = refused(lambda: source_for(chunks, hf_config=None if second else hf))
-    out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "glm4"}))
+    out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "phimoe"}))
     out["tied"] = refused(lambda: MegatronAdapter(chunks, hf | {"tie_word_embeddings": True}))
     out["vocabulary"] = refused(lambda: MegatronAdapter(chunks, hf | {"vocab_size": 250 - second}))
     out["fine"] = refused(lambda: MegatronAdapter(chunks, hf))
@@ -528,7 +546,7 @@ def lora_without_a_rule(checkpoints: Path) -> Result:
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
     2: {
         "ep2 our mixtral": registered_by_decorator,
-        "tp2 phi3": registered_by_a_plugin,
+        "tp2 our phi3": registered_by_a_plugin,
         "disagree": rules_and_marks_that_disagree,
         "gated attention": gated_attention,
         "zero-centered norms": zero_centered_norms,

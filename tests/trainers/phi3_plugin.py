@@ -44,4 +44,4 @@ PHI3 = llama().extended(
 
 @hookimpl
 def weightwire_megatron_architectures() -> Mapping[str, Architecture]:
-    return {"phi3": PHI3}
+    return {"our_phi3": PHI3}

@@ -2,14 +2,19 @@
 
 from trainer_adapters.sources.megatron.families import (
     deepseek,
+    ernie,
     gemma,
     glm,
     gpt_oss,
     llama,
+    llama4,
     mimo,
     mixtral,
     nemotron,
+    phi,
     qwen,
 )
 
-__all__ = ["deepseek", "gemma", "glm", "gpt_oss", "llama", "mimo", "mixtral", "nemotron", "qwen"]
+__all__ = [
+    "deepseek", "ernie", "gemma", "glm", "gpt_oss", "llama", "llama4", "mimo", "mixtral", "nemotron", "phi", "qwen",
+]  # fmt: skip
