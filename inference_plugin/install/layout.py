@@ -15,7 +15,7 @@ from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.graph import words
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.padding import Padding
-from inference_plugin.install.plan import Placement, PlacementPlan
+from inference_plugin.install.plan import Fill, Placement, PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
 from inference_plugin.install.references import LiveReferences
@@ -177,9 +177,19 @@ class LiveLayout:
             key = fill.dest.tensor
             if key in live and not self._model.pads(self._post.live_modules[key.rpartition(".")[0]]):
                 held = fill.dest.of(live[key])
-                if not bool((held == fill.value).all()):
-                    wrong.append(f"{key} ({held.numel()} elements)")
+                if not bool((held == fill.value).all()) and (count := self._left_filled(fill, live[key])):
+                    wrong.append(f"{key} ({count} elements)")
         return wrong
+
+    def _left_filled(self, fill: Fill, live: torch.Tensor) -> int:
+        """The number of elements that keep the constant after a load (tensors are copied over it), if the live model holds others
+        in some of them."""
+        left = torch.ones_like(live, dtype=torch.bool)
+        for placement in self._plan.placements:
+            if placement.dest.tensor == fill.dest.tensor:
+                placement.dest.of(left).fill_(False)
+        kept = fill.dest.of(left)
+        return int(kept.sum()) if bool((kept & (fill.dest.of(live) != fill.value)).any()) else 0
 
     def unwritten_buffers(self) -> dict[str, bool]:
         """Buffers that a checkpoint may hold and that an update neither writes nor derives; for each, whether the live model

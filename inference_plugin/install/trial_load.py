@@ -78,7 +78,8 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
     """Gives the storages of these keys real memory, under all their names, until the context ends. `empty(numel, dtype=dtype)`
     makes flat tensors.
 
-    Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta.
+    Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta. Buffers stay
+    the same objects: a loader may hold one itself, to which it writes beside a parameter (Kimi-K3's in vLLM).
     """
     keys = keys_by_name(skeleton)
     flats: dict[str, Tensor] = {}
@@ -94,14 +95,26 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
         table for module in skeleton.modules() for table in (module._parameters, module._buffers)
     ]
     before = [dict(table) for table in tables]
+    buffers = {id(held): held for module in skeleton.modules() for held in module._buffers.values() if held is not None}
+    filled = [(held, twins.pop(each)) for each, held in buffers.items() if each in twins and type(held) is Tensor]
     for table in tables:
         table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
+    _exchange(filled)
     try:
         yield Materialised(flats, keys, {name: tensor.detach() for name, tensor, _ in named_tensors(skeleton)})
     finally:
+        _exchange(filled)
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
+
+
+def _exchange(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges what the tensors of each pair hold."""
+    swap: Any = torch.utils.swap_tensors  # type: ignore[attr-defined, unused-ignore]
+    for one, other in pairs:
+        vars(other).update(vars(one))
+        swap(one, other)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
-from tests.install.installing import segment_of
+from tests.install.installing import segment_of, update
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
 
 
@@ -344,17 +344,30 @@ class PaddingLoader(PlainEngineModel):
         def padded() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
                 if name == "norm.weight":
-                    target = model.get_parameter(name).data
-                    target[: len(tensor)].copy_(tensor)
-                    target[len(tensor) :].zero_()
+                    self.fill(model.get_parameter(name).data, tensor)
                 else:
                     yield name, tensor
 
         return super().load_weights(model, padded())
 
+    def fill(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        target[: len(tensor)].copy_(tensor)
+        target[len(tensor) :].zero_()
 
-def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_pads_there() -> None:
-    model = PaddingLoader(2, 0, 1)
+
+class ZeroingLoader(PaddingLoader):
+    """Fills all of it first, as the router of Inkling in vLLM."""
+
+    def fill(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        target.zero_()
+        target[: len(tensor)].copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", [PaddingLoader, ZeroingLoader])
+def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_pads_there(
+    kind: type[PaddingLoader],
+) -> None:
+    model = kind(2, 0, 1)
     whole = dict(checkpoint(1))
     narrow = whole | {"norm.weight": whole["norm.weight"][:-3]}
     installer = ModelInstaller(model)
@@ -364,6 +377,11 @@ def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_
     norm = model.live.get_parameter("norm.weight")
     norm.data[-3:] = 0  # now the engine holds padding there, as it would after a load of its own
     installer.open(manifest_of(narrow, TIED), "standby", partial=False)
+    update(
+        installer, manifest_of(narrow, TIED), dict(checkpoint(2)) | {"norm.weight": checkpoint(2)["norm.weight"][:-3]}
+    )
+    norm = model.live.get_parameter("norm.weight")
+    assert norm.tolist() == [*checkpoint(2)["norm.weight"][:-3].tolist(), 0, 0, 0]
 
 
 def test_a_tensor_that_is_half_of_the_checkpoints_is_told_to_look_like_a_shard_where_the_loader_pads() -> None:

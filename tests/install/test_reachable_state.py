@@ -300,6 +300,39 @@ def test_what_an_engine_folds_into_a_buffer_once_is_folded_anew_after_each_commi
     assert mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
 
 
+class HoldsABuffer(Model):
+    """Its loader writes a weight a second time, into a buffer that it holds itself, where the weight has memory, as Kimi-K3's in
+    vLLM."""
+
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__(method)
+        turned = torch.empty(SIZE, SIZE, device=self.embed.device)
+        self.register_buffer("turned", turned, persistent=False)
+
+        def turn(weight: torch.Tensor) -> None:
+            if not weight.is_meta:
+                turned.copy_(weight.data.t())
+
+        self.embed.turn = turn  # type: ignore[attr-defined]
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(tensors)
+        self.embed.turn(self.embed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_buffer_that_the_loader_holds_itself_and_writes_where_weights_have_memory_follows_every_update(
+    policy: str,
+) -> None:
+    engine, manifest = Engine(model=HoldsABuffer), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    for seed in (1, 2, 0):
+        update(installer, manifest, weights(seed))
+        assert engine.state() == cold(seed)
+        assert torch.equal(engine.live.get_buffer("turned"), weights(seed)["embed"].t())
+
+
 class Runner:
     """Of captured graphs: keeps a part of a model that the model has replaced since, as SGLang's of the towers of Qwen3-Omni."""
 

@@ -30,7 +30,7 @@ from tests.support.remote_hybrids import HYBRIDS, OF_A_CPU
 from tests.support.remote_media import REMOTE_MEDIA
 from tests.support.remote_newest import REMOTE_NEWEST
 from tests.support.written_checkpoints import IN_BOTH, IN_SGLANG, REWARDS, WRITTEN
-from tests.support.written_newest import IN_SGLANG_TOO
+from tests.support.written_newest import IN_SGLANG_TOO, INKLING, KIMI_K3
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
@@ -1407,6 +1407,17 @@ FAMILIES: dict[str, Family] = {
                 gpu_class="own",
             )
             for name, medium in HYBRIDS.items()
+        ),
+        Family(
+            "kimi_k3_text",
+            KIMI_K3.make,
+            dtype=KIMI_K3.dtype,
+            vllm=KIMI_K3.vllm | PLAIN_LATENT,
+            engines=("vllm",),
+            gpu_class="kimi_k3",
+        ),
+        Family(
+            "inkling_text", INKLING.make, dtype=INKLING.dtype, vllm=INKLING.vllm, engines=("vllm",), gpu_class="inkling"
         ),
         # models that read images or hear sounds
         *(

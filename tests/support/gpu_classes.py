@@ -117,6 +117,7 @@ def _take_classes(package: str) -> None:
         nvidia = importlib.import_module(f"vllm.models.{package}.nvidia.model")
         if package == "kimi_k3":
             os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
+            sys.modules[f"vllm.models.{package}.nvidia.kda"].resolve_kda_decode_backend = lambda *_: "native"
     for name, of_gpus in CLASSES[package].items():
         setattr(chooses, name, getattr(nvidia, of_gpus))
     if package == "deepseek_v4":
@@ -160,6 +161,7 @@ CLASSES: dict[str, dict[str, str]] = {
     "kimi_k3": {"KimiLinearForCausalLM": "KimiLinearForCausalLM"},
     "hy_v4": {"HYV4ForCausalLM": "HYV4ForCausalLM"},
     "minimax_m3": {name: name for name in ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")},
+    "inkling": {"InklingForCausalLM": "InklingForCausalLM"},
     "own": {},
     "marlin": {},
     "qwen4_exp": {"Qwen4ExpForCausalLM": "Qwen4ExpForCausalLM"},

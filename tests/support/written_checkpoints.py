@@ -380,7 +380,7 @@ REWARDS: dict[str, tuple[Written, str, tuple[str, ...]]] = {
 """Reward models: what makes one, with what an engine answers, and in which engines."""
 IN_BOTH = (
     "chatglm", "teleflm", "internlm3", "minicpm", "iquest_loopcoder", "internlm2", "exaone", "orion",
-    "deepseek_v1", "sarvam_moe", "sarvam_mla", "step3p5", "iquest_coder", "k2_horizon",
+    "deepseek_v1", "sarvam_moe", "sarvam_mla", "step3p5", "iquest_coder",
 )  # fmt: skip
 """Of `WRITTEN`, those that SGLang has too."""
 IN_SGLANG: dict[str, Written] = {
