@@ -67,26 +67,37 @@ def test_a_model_whose_weights_are_compiled_in_as_constants_is_refused_by_the_na
         assert "TORCHINDUCTOR_FREEZING" in (model.unfinishable() or "")
 
 
+def why_vllm_is_refused(device: str, mode: Any = 0, cache: Any = None, **options: bool) -> str:
+    """Why updates of an engine of vLLM are refused; `mode` and `options` say how it compiles."""
+    from inference_plugin.engines.vllm.model import VllmModel
+
+    settings = SimpleNamespace(
+        dtype=torch.float32,
+        enforce_eager=True,
+        enable_sleep_mode=False,
+        cache_config=cache or SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(mode=mode, inductor_compile_config=options),
+    )
+    settings.model_config = settings
+    skeleton = Skeleton(nn.Linear(1, 1, device="meta"), {})
+    return VllmModel(nn.Linear(1, 1), torch.device(device), settings, settings, skeleton).unfinishable() or ""
+
+
+def test_vllm_that_makes_the_scales_of_its_cache_of_its_first_weights_is_refused() -> None:
+    """An update set one of the two forms in which a layer keeps a scale to 1, and left the other one (vLLM 0.27.1)."""
+    for dtype, calculated in (("fp8", True), ("fp8", False), ("auto", True)):
+        cache = SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculated)
+        why = why_vllm_is_refused("cuda", cache=cache)
+        assert ("calculate_kv_scales" in why) == (dtype == "fp8" and calculated)
+
+
 def test_vllm_on_a_cpu_that_tunes_what_it_compiles_is_refused() -> None:
     """It takes weights for constants then."""
     from vllm.config import CompilationMode
 
-    from inference_plugin.engines.vllm.model import VllmModel
-
-    def why(device: str, mode: CompilationMode, **options: bool) -> str:
-        settings = SimpleNamespace(
-            dtype=torch.float32,
-            enforce_eager=True,
-            enable_sleep_mode=False,
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            parallel_config=SimpleNamespace(enable_eplb=False),
-            load_config=SimpleNamespace(load_format="auto"),
-            compilation_config=SimpleNamespace(mode=mode, inductor_compile_config=options),
-        )
-        settings.model_config = settings
-        skeleton = Skeleton(nn.Linear(1, 1, device="meta"), {})
-        return VllmModel(nn.Linear(1, 1), torch.device(device), settings, settings, skeleton).unfinishable() or ""
-
+    why = why_vllm_is_refused
     assert "max_autotune" in why("cpu", CompilationMode.DYNAMO_TRACE_ONCE, max_autotune=True)
     assert why("cpu", CompilationMode.DYNAMO_TRACE_ONCE) == why("cpu", CompilationMode.NONE, max_autotune=True) == ""
     assert why("cuda", CompilationMode.VLLM_COMPILE, max_autotune=True) == ""

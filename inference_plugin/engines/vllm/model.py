@@ -151,6 +151,12 @@ class VllmModel(LiveModel):
         compiled = self.engine_config.compilation_config
         if self.device.type == "cpu" and compiled.mode and compiled.inductor_compile_config.get("max_autotune"):
             return f"{COMPILED_IN} (max_autotune in inductor_compile_config)"
+        cache = self.engine_config.cache_config
+        if cache.cache_dtype.startswith("fp8") and getattr(cache, "calculate_kv_scales", False):  # before 0.28
+            return (
+                "the scales of its KV cache are made of the weights that its first step computed with (calculate_kv_scales); the "
+                "engine can be updated without"
+            )
         if self._why_whole is not None:
             return self._why_whole
         for name, module in self.live.named_modules():
