@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from inference_plugin.devices import device_of
 from inference_plugin.install.plan import LoadWeights, TensorInfo
@@ -78,8 +79,8 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
     """Gives the storages of these keys real memory, under all their names, until the context ends. `empty(numel, dtype=dtype)`
     makes flat tensors.
 
-    Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta. Buffers stay
-    the same objects: a loader may hold one itself, to which it writes beside a parameter (Kimi-K3's in vLLM).
+    Inside, copies of the tensors take their places: torch refuses `param.data = real` for a parameter on meta. A loader may hold
+    a buffer itself, to which it writes beside a parameter (Kimi-K3's in vLLM): what it does to that one is done to the copy.
     """
     keys = keys_by_name(skeleton)
     flats: dict[str, Tensor] = {}
@@ -95,26 +96,32 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
         table for module in skeleton.modules() for table in (module._parameters, module._buffers)
     ]
     before = [dict(table) for table in tables]
-    buffers = {id(held): held for module in skeleton.modules() for held in module._buffers.values() if held is not None}
-    filled = [(held, twins.pop(each)) for each, held in buffers.items() if each in twins and type(held) is Tensor]
+    buffers = {id(each) for module in skeleton.modules() for each in module._buffers.values()} & twins.keys()
     for table in tables:
         table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
-    _exchange(filled)
     try:
-        yield Materialised(flats, keys, {name: tensor.detach() for name, tensor, _ in named_tensors(skeleton)})
+        with _InPlaceOf({each: twins[each] for each in buffers}) if buffers else nullcontext():
+            yield Materialised(flats, keys, {name: tensor.detach() for name, tensor, _ in named_tensors(skeleton)})
     finally:
-        _exchange(filled)
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
 
 
-def _exchange(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Exchanges what the tensors of each pair hold."""
-    swap: Any = torch.utils.swap_tensors  # type: ignore[attr-defined, unused-ignore]
-    for one, other in pairs:
-        vars(other).update(vars(one))
-        swap(one, other)
+class _InPlaceOf(TorchFunctionMode):
+    """Gives operations other tensors in place of some, which are known by their `id`."""
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._others = others
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map(self._other, args), **{name: self._other(each) for name, each in (kwargs or {}).items()})
+
+    def _other(self, given: Any) -> Any:
+        if type(given) in (list, tuple):
+            return type(given)(map(self._other, given))
+        return self._others.get(id(given), given)
 
 
 @contextmanager
