@@ -16,6 +16,7 @@ import importlib.machinery
 import runpy
 import sys
 import types
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,15 @@ class _OnCpu(TorchFunctionMode):
 def run_on_cpu() -> None:
     """Patches torch.cuda and Megatron so that models are built and trained on the CPU, with gloo."""
     import megatron.core.ssm.gated_delta_net as gated_delta_net
-    import megatron.core.ssm.mamba_mixer as mamba_mixer
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.torch_norm as torch_norm
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    with _pretended("triton"):  # for kernels of inference
+        import megatron.core.ssm.mamba_mixer as mamba_mixer
 
     _OnCpu().__enter__()
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -181,14 +184,13 @@ class _Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def import_bridge() -> Any:
-    """Megatron-Bridge's AutoBridge. It imports Transformer Engine, ModelOpt and Triton at its top and then doesn't use
-    them; Megatron-Core must be imported before, so that it knows that they are not there."""
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+@contextlib.contextmanager
+def _pretended(*packages: str) -> Iterator[None]:
+    """While this is entered, these packages can be imported, with everything in them."""
 
     class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-            if name.split(".")[0] in ("transformer_engine", "modelopt", "triton"):
+            if name.split(".")[0] in packages:
                 return importlib.machinery.ModuleSpec(name, self, is_package=True)
             return None
 
@@ -203,10 +205,19 @@ def import_bridge() -> Any:
     finder = Finder()
     sys.meta_path.insert(0, finder)
     try:
-        from megatron.bridge import AutoBridge
-        from megatron.bridge.peft import utils
+        yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def import_bridge() -> Any:
+    """Megatron-Bridge's AutoBridge. It imports Transformer Engine, ModelOpt and Triton at its top and then doesn't use
+    them; Megatron-Core must be imported before, so that it knows that they are not there."""
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+    with _pretended("transformer_engine", "modelopt", "triton"):
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.peft import utils
     for name, stand_in in STAND_INS.items():
         setattr(utils, name, stand_in)
     return AutoBridge

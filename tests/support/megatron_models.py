@@ -344,8 +344,7 @@ def _hybrid_spec(config: Any) -> Any:
 
 
 def _with_norms_after(layer: type, *, inside: bool) -> type:
-    """A decoder layer with norms after attention and MLP. They are its own, as in slime and newer Megatron-Core, or `inside` the
-    two, as in ms-swift."""
+    """A decoder layer with norms after attention and MLP. They are its own, as in slime, or `inside` the two, as in ms-swift."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     class Layer(layer):  # type: ignore[misc, valid-type]

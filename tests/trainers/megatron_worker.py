@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import MegatronModule
 
 from tests.support.leaving import leave_process_groups
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
@@ -424,6 +425,14 @@ def refuse(checkpoints: Path) -> Result:
     out["no model"] = refused(lambda: MegatronAdapter(torch.nn.Linear(2, 2) if second else chunks, hf))
     if second:
         del chunks[0].decoder.layers[1].mlp.extra
+    whole = MegatronModule(chunks[0].config)
+    whole.language_model = chunks[0]
+    out["a vision tower too"] = refused(lambda: source_for(whole, hf_config=hf))
+    larger = {"model_type": "qwen3", "text_config": hf}
+    out["its text model"] = refused(lambda: MegatronAdapter([whole.language_model], larger))
+    out["tied in the text model"] = refused(
+        lambda: MegatronAdapter(chunks, hf | {"text_config": {"tie_word_embeddings": True}})
+    )
     out["no config"] = refused(lambda: source_for(chunks, hf_config=None if second else hf))
     out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "phimoe"}))
     out["tied"] = refused(lambda: MegatronAdapter(chunks, hf | {"tie_word_embeddings": True}))

@@ -599,6 +599,16 @@ def test_one_rank_that_is_wrong_is_an_error_on_all_ranks(launched: Launched, wha
         assert [part for part in parts if part not in one[what]["text"]] == [], one[what]["text"]
 
 
+def test_of_a_larger_model_the_text_model_is_taken_and_the_config_of_the_whole(launched: Launched) -> None:
+    for one in of(launched[2], "refuse"):
+        assert one["a vision tower too"]["error"] == "ArgumentError"
+        assert "give its language_model, with the config of the whole" in one["a vision tower too"]["text"]
+        assert one["its text model"]["error"] is None, one["its text model"]["text"]
+        assert one["tied in the text model"]["error"] == "ManifestMismatch", (
+            "engines tie what the text model's config ties"
+        )
+
+
 def test_what_is_no_megatron_model_is_the_same_error_on_all_ranks(launched: Launched) -> None:
     first, second = (one["no model"] for one in of(launched[2], "refuse"))
     assert first["error"] == second["error"] == "ArgumentError"

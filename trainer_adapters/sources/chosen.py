@@ -164,11 +164,11 @@ def _kind_of_module(model: torch.nn.Module) -> Kind:
 
 
 def _is_megatron(model: Any) -> bool:
-    """Whether the model, without its wrappers, is a GPTModel of Megatron-Core."""
+    """Whether the model, without its wrappers, is one of Megatron-Core's, or one around it, which its adapter refuses."""
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
     ours = any(kind.__module__.partition(".")[0] == "megatron" for kind in type(model).__mro__)
-    return ours and all(hasattr(model, name) for name in ("decoder", "config"))
+    return ours and hasattr(model, "config") and (hasattr(model, "decoder") or hasattr(model, "language_model"))
 
 
 def _megatron(

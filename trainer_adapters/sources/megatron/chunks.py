@@ -186,7 +186,10 @@ def _unwrapped(model: Any) -> Any:
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
     if not isinstance(model, torch.nn.Module) or not all(hasattr(model, name) for name in ("decoder", "config")):
-        raise ArgumentError(f"expected Megatron-Core's GPTModel or a list of its chunks, not {type(model).__name__}")
+        raise ArgumentError(
+            f"expected Megatron-Core's GPTModel or a list of its chunks, not {type(model).__name__}",
+            hint="give its language_model, with the config of the whole" if hasattr(model, "language_model") else "",
+        )
     return model
 
 

@@ -12,7 +12,7 @@ from trainer_adapters.sources.megatron.rules import Concatenated, GatedMLP, Norm
 __all__ = ["glm4", "glm4_moe"]
 
 NORMS_AFTER = decoder_layer(
-    # In newer Megatron-Core and in slime's.
+    # In slime's layer.
     Norm("post_self_attn_layernorm.*", "post_self_attn_layernorm.*"),
     Norm("post_mlp_layernorm.*", "post_mlp_layernorm.*"),
     # In ms-swift's mcore-bridge.
