@@ -132,8 +132,8 @@ KINDS = {
     "seed_oss": Kind("SeedOss", {"attention_bias": True}, bridge=False),
     "olmoe": Kind("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 8}),
     "qwen3_next": Kind("Qwen3Next", MOE | GDN | {"shared_expert_intermediate_size": 40}),
-    "qwen3_5": Kind("Qwen3_5", GDN, bridge=False, vision=VISION),
-    "qwen3_5_text": Kind("Qwen3_5", GDN | {"tie_word_embeddings": True}, bridge=False, text=True),
+    "qwen3_5": Kind("Qwen3_5", GDN | {"tie_word_embeddings": True}, bridge=False, vision=VISION),
+    "qwen3_5_text": Kind("Qwen3_5", GDN, bridge=False, text=True),
     "qwen3_5_moe": Kind("Qwen3_5Moe", MOE | GDN | {"shared_expert_intermediate_size": 40}, bridge=False, vision=VISION),
     "nemotron": Kind("Nemotron", {"norm_eps": 1e-5}),
     "gemma": Kind("Gemma", {"tie_word_embeddings": True}),
@@ -178,7 +178,8 @@ def write_checkpoint(kind: str, directory: Path) -> None:
     torch.manual_seed(7)
     described = SHAPE | entry.overrides
     if entry.vision:
-        described = {"text_config": described, "vision_config": entry.vision}
+        tied = described["tie_word_embeddings"]
+        described = {"text_config": described, "vision_config": entry.vision, "tie_word_embeddings": tied}
     config = getattr(transformers, f"{entry.prefix}{'Text' * entry.text}Config")(**described)
     model = getattr(transformers, f"{entry.prefix}For{'ConditionalGeneration' if entry.vision else 'CausalLM'}")(config)
     with torch.no_grad():
