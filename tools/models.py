@@ -192,7 +192,8 @@ adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the chec
 about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout. It does not start *interns1-pro*: the tests give
 its class the attribute that it lacks.
 
-*deepseek_v32*, *deepseek_v4*, *glm_moe_dsa*, *hy_v4*, *inkling_text*, *kimi_linear*, *kimi_k3_text*, *minimax-m3* and
+*deepseek_v32*, *deepseek_v4*, *deepseek_v4-vision*, *deepseek_v4.1* (without its tables of n-grams), *glm_moe_dsa*, *hy_v4*,
+*inkling_text*, *kimi_linear*, *kimi_k3_text*, *minimax-m3*, *qwen4-exp* (its table of n-grams on the device) and
 *qwen4_exp_text* are tried with vLLM's classes for NVIDIA's GPUs, which compute nothing on a CPU; so are *bailing_moe_v2_5*,
 *bailing_moe_v3* (Ling 2.5 and 3) and *glm5-next*, of which vLLM has one class, and experts in four bits, laid out as for
 Marlin. vLLM's own code makes, loads and post-processes them; the tests only replace vLLM's choice of a class and of a backend

@@ -39,8 +39,12 @@ Answer = Literal["tokens", "embed", "classify", "token_embed", "token_classify"]
 Tensors = dict[str, torch.Tensor]
 Publish = Callable[[Tensors], Tensors]
 
-FORM = (".weight_shape", ".g_idx", ".qzeros", ".num_batches_tracked")
-"""Tensors that are the same in every version: how others of a quantised checkpoint are packed, and counts."""
+FORM = (
+    *(".weight_shape", ".g_idx", ".qzeros", ".num_batches_tracked"),
+    *(".ngram_heads_vocab_sizes", ".ngram_heads_offsets", ".layer_multipliers"),
+)
+"""Tensors that are the same in every version: how others of a quantised checkpoint are packed, counts, and how n-grams are
+numbered."""
 NOISE = 0.2
 """Weight of the noise that every tensor gets, beside the initialisation by transformers."""
 

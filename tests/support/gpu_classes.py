@@ -119,9 +119,15 @@ def _take_classes(package: str) -> None:
             os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
             sys.modules[f"vllm.models.{package}.nvidia.kda"].resolve_kda_decode_backend = lambda *_: "native"
     for name, of_gpus in CLASSES[package].items():
-        setattr(chooses, name, getattr(nvidia, of_gpus))
-    if package == "deepseek_v4":
-        sys.modules[f"vllm.models.{package}.nvidia.flashmla"].compute_fp8_einsum_recipe = lambda: ((1, 128, 128), False)
+        part = nvidia if hasattr(nvidia, of_gpus) else importlib.import_module(f"vllm.models.{package}.nvidia.vl_model")
+        setattr(chooses, name, getattr(part, of_gpus))
+    if package.startswith("deepseek_v4"):
+        sys.modules[f"vllm.models.{package}.nvidia.flashmla"].compute_fp8_einsum_recipe = lambda *_: (
+            (1, 128, 128),
+            False,
+        )
+    if package == "deepseek_v41":
+        importlib.import_module("vllm.v1.worker.utils").select_common_block_size = lambda size, *_: size
     if package == "qwen4_exp":
         sys.modules[f"vllm.models.{package}.nvidia.qsa"].is_flash_attn_varlen_func_available = lambda: True
 
@@ -157,14 +163,15 @@ CLASSES: dict[str, dict[str, str]] = {
         "DeepseekV32ForCausalLM": "DeepseekV32ForCausalLM",
         "GlmMoeDsaForCausalLM": "DeepseekV32ForCausalLM",
     },
-    "deepseek_v4": {"DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM"},
+    "deepseek_v4": {name: name for name in ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration")},
+    "deepseek_v41": {"DeepseekV41ForCausalLM": "DeepseekV41ForCausalLM"},
     "kimi_k3": {"KimiLinearForCausalLM": "KimiLinearForCausalLM"},
     "hy_v4": {"HYV4ForCausalLM": "HYV4ForCausalLM"},
     "minimax_m3": {name: name for name in ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")},
     "inkling": {"InklingForCausalLM": "InklingForCausalLM"},
     "own": {},
     "marlin": {},
-    "qwen4_exp": {"Qwen4ExpForCausalLM": "Qwen4ExpForCausalLM"},
+    "qwen4_exp": {name: name for name in ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")},
 }
 """By package: names under which vLLM looks for classes, and the names of those for GPUs. "own": vLLM has one class, whose kernels
 and sizes of blocks no CPU has. "marlin": it takes these kernels for experts in four bits."""

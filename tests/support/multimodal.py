@@ -147,7 +147,7 @@ INTERLEAVED = rope(6, 5, 5, mrope_interleaved=True)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-def _qwen(stem: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Medium:
+def qwen(stem: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Medium:
     return family(
         stem,
         place=QWEN_TOKENS[:3],
@@ -295,17 +295,17 @@ OMNI_IDS = {
 
 
 FAMILIES: dict[str, Medium] = {
-    "qwen3-vl": _qwen(
+    "qwen3-vl": qwen(
         "Qwen3VL", {"rope_parameters": INTERLEAVED}, QWEN_VISION | {"deepstack_visual_indexes": [0]}
     ),
-    "qwen3-vl-moe": _qwen(
+    "qwen3-vl-moe": qwen(
         "Qwen3VLMoe",
         EXPERTS | {"rope_parameters": INTERLEAVED, "norm_topk_prob": True, "moe_intermediate_size": 128},
         QWEN_VISION | {"deepstack_visual_indexes": [0]},
         fix=_turn_experts,
     ),
-    "qwen3.5": _qwen("Qwen3_5", LINEAR, QWEN_VISION, dtype="bfloat16"),
-    "qwen3.5-moe": _qwen(
+    "qwen3.5": qwen("Qwen3_5", LINEAR, QWEN_VISION, dtype="bfloat16"),
+    "qwen3.5-moe": qwen(
         "Qwen3_5Moe", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64}, QWEN_VISION, dtype="bfloat16"
     ),
     "glm4v": _glm("Glm4v", GLM_TEXT),

@@ -196,7 +196,13 @@ LATEST: dict[str, Medium] = {
         mamba_block_size=256,
     ),
 }  # fmt: skip
-FOR_GPUS = {"glm5-next": "own", "minimax-m3": "minimax_m3"}
+FOR_GPUS = {
+    "qwen4-exp": "qwen4_exp",
+    "deepseek_v4-vision": "deepseek_v4",
+    "deepseek_v4.1": "deepseek_v41",
+    "glm5-next": "own",
+    "minimax-m3": "minimax_m3",
+}
 """Of these, those that vLLM computes with on GPUs only, and what `gpu_classes` gives."""
 IN_VLLM_ONLY = (
     "minicpm-o2.6", "step3", "glm-4v", "ultravox", "keye", "keye-vl-1.5", "molmo2",

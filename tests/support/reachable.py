@@ -30,6 +30,7 @@ NOT_WEIGHTS = (
     "model_config",
     "pp_group",
     "tp_group",
+    "parallel_group",
     "name_or_path",
     "_model_name",
     "prefix",

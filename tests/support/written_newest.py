@@ -44,25 +44,6 @@ def _spark() -> Written:
     return written("Spark2_5ForCausalLM", entries, model(lambda _: layer, embedding="model.embedding"))
 
 
-def _iquest_q1() -> Written:
-    """IQuest-Q1: all experts of a layer are two tensors; its loader refuses a checkpoint that lacks a tensor."""
-
-    def layer(number: int) -> Shapes:
-        found = norms("attention_norm", "attn_out_norm", "feed_forward_norm") | attention("self_attn") | QK_NORMS
-        if not number:
-            return found | norms("ffn_out_norm") | mlp("mlp")
-        found |= {"mlp.experts.fc": (4, 128, WIDTH), "mlp.experts.proj": (4, WIDTH, 64)}
-        return found | {"mlp.router.weight": (4, WIDTH)}
-
-    entries = {
-        "model_type": "iquest_q1", "dense_intermediate_size": INNER, "intermediate_size": 64, "num_experts": 4,
-        "num_experts_per_tok": 2, "first_layers_types": KINDS[:1], "hybrid_layers_types_block": KINDS[1:],
-        "num_hybrid_layers_block": 1, "last_layers_types": [], "sliding_window": 32, "rotary_dim": HEAD, "mlp_only_layers": [0],
-        "no_rope_layers": [], "rope_parameters": ROPE, "enable_sink_attention": False,
-    }  # fmt: skip
-    return written("IQuestQ1ForCausalLM", entries, model(layer))
-
-
 def _nanbeige() -> Written:
     """Nanbeige: a Llama whose layers are passed twice."""
     entries = {
@@ -130,7 +111,6 @@ def _phi3_small() -> Written:
 
 IN_SGLANG_TOO: dict[str, Written] = {
     "spark2_5": _spark(),
-    "iquest_q1": _iquest_q1(),
     "nanbeige": _nanbeige(),
     "xverse_moe": _xverse_moe(),
     "sdar": _sdar(experts=False),

@@ -48,6 +48,21 @@ class Model(nn.Module):
         self.act(self)
 
 
+class WithATower(nn.Module):
+    """As DeepSeek-V4's class for images."""
+
+    def __init__(self, language_model: Model) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def load_weights(self) -> None:
+        self.language_model.load_weights()
+
+    def process_weights_after_loading(self) -> None:
+        self.language_model.process_weights_after_loading()
+        self._weights_finalized = True
+
+
 @pytest.mark.parametrize(
     ("act", "why"),
     [
@@ -72,17 +87,20 @@ def test_a_model_that_post_processes_as_a_whole_is_refused_unless_that_does_noth
     assert found is None if why is None else found is not None and why in found and "Model" in found
 
 
-def test_what_a_model_sums_up_of_its_first_layer_follows_each_update() -> None:
-    skeleton = Model(lambda model: model.model.finalize_mhc_broadcast_weights())
-    finish_nothing_in(skeleton)
+@pytest.mark.parametrize("within", ["", "language_model."])
+def test_what_a_model_sums_up_of_its_first_layer_follows_each_update(within: str) -> None:
+    model = Model(lambda model: model.model.finalize_mhc_broadcast_weights())
+    skeleton = WithATower(model) if within else model
     assert why_whole(skeleton, Boundary()) is None
+    finish_nothing_in(skeleton)
+    skeleton.load_weights()
     ((name, finish),) = whole_finishers(skeleton).items()
-    assert name == "model.layers.0"
+    assert name == f"{within}model.layers.0"
     stand_in: Any = Layer()
     stand_in.mix = nn.Parameter(torch.arange(8.0).view(4, 2))
     finish(stand_in)
     assert stand_in.sums.tolist() == [1, 5, 9, 13]
-    assert skeleton.model.layers[0].sums is None
+    assert model.model.layers[0].sums is None
 
 
 def test_a_model_without_such_a_method_is_not_asked() -> None:
