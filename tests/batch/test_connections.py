@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         addresses.append(address)
         return Channel(address, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer_adapters.batch.client.Channel", connect)
+    monkeypatch.setattr("trainer_adapters.batch.owner_link.Channel", connect)
     return addresses
 
 

@@ -20,8 +20,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
-import zmq
-
 from inference_plugin.devices import start_thread
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.channel import Channel, Outgoing, fan_out, take_ready
@@ -29,7 +27,6 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
     FetchFailed,
     FetchFailure,
-    PeerLost,
     ProtocolError,
     SyncTimeout,
     TransportUnavailable,
@@ -42,6 +39,7 @@ from trainer_adapters.batch.backends import BackendClear, BackendFetch, scheme_o
 from trainer_adapters.batch.consumer import consumer
 from trainer_adapters.batch.exchanges import LATE, Arrivals, Exchange, LeaseExchange, pull_exchanges
 from trainer_adapters.batch.limits import checked_seconds
+from trainer_adapters.batch.owner_link import connect, for_rows, owner_named, release
 from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, listed_tasks
 
@@ -51,11 +49,6 @@ logger = logging.getLogger(__name__)
 
 PULLS_AT_ONCE = 2
 """Requests under way to one owner: one reply travels while another is copied."""
-
-HINTS: dict[type[WeightwireError], str] = {
-    SyncTimeout: LATE,
-    PeerLost: "the rows that its process held are lost: go on without these tasks, or generate them again",
-}
 
 AGAIN = "clear again: it is idempotent"
 
@@ -141,16 +134,16 @@ def clear_tasks(
                 asked = ids[start : start + MAX_TASKS]
                 request = ClearTasks(consumer().session, consumer().next_number(), tuple(asked))
                 try:
-                    owner = _owner(owner_id, owners)
+                    owner = owner_named(owner_id, owners)
                     channel = connect(owner)
-                    stack.callback(_release, owner, channel)
+                    stack.callback(release, owner, channel)
                     requests.append((owner_id, asked, Outgoing(channel, request)))
                 except WeightwireError as error:
                     failed[owner_id] = error
         replies = fan_out([request for _, _, request in requests], TasksCleared, timeout_s=timeout_s)
         for (owner_id, asked, _), reply in zip(requests, replies, strict=True):
             if isinstance(reply, WeightwireError):
-                failed[owner_id] = _for_rows(reply.advise(AGAIN) if isinstance(reply, SyncTimeout) else reply)
+                failed[owner_id] = for_rows(reply.advise(AGAIN) if isinstance(reply, SyncTimeout) else reply)
             else:
                 unknown.update(reply.unknown)
                 cleared.update(set(asked) - set(reply.unknown))
@@ -158,7 +151,7 @@ def clear_tasks(
         late = SyncTimeout(f"no answer within {timeout_s:g} s", hint=AGAIN)
         for (owner, of_owner), answer in zip(backend.asked, backend.finish(late), strict=True):
             if isinstance(answer, WeightwireError):
-                failed[owner.id] = _for_rows(answer)
+                failed[owner.id] = for_rows(answer)
             else:
                 unknown.update(answer)
                 cleared.update(set(of_owner) - set(answer))
@@ -224,7 +217,7 @@ class _Fetch:
             by_owner.setdefault(entry.owner, []).append(entry)
         for owner_id, entries in by_owner.items():
             try:
-                owner = _owner(owner_id, self._owners)
+                owner = owner_named(owner_id, self._owners)
                 if (scheme := scheme_of_backend(owner)) is not None:
                     by_scheme.setdefault(scheme, []).append((owner, entries))
                     continue
@@ -266,7 +259,7 @@ class _Fetch:
             )
             source.add(pull_exchanges(self._arrivals.admit(exchange.entries), self._bucket_bytes))
         except WeightwireError as error:
-            self._arrivals.fail(exchange.entries, _for_rows(error))
+            self._arrivals.fail(exchange.entries, for_rows(error))
             if not isinstance(error, ProtocolError):  # the owner is gone or can't be spoken to
                 source.give_up(error)
         finally:
@@ -276,7 +269,7 @@ class _Fetch:
 
     def _raise_failures(self) -> None:
         failures = tuple(
-            FetchFailure(shard.task_id, shard.key, self._wanted[shard].owner, _for_rows(error))
+            FetchFailure(shard.task_id, shard.key, self._wanted[shard].owner, for_rows(error))
             for shard, error in self._arrivals.failed.items()
         )
         if failures:
@@ -319,7 +312,7 @@ class _Source:
                 channel.send(exchange.request)
                 self.open[channel] = exchange
             except WeightwireError as error:
-                self._arrivals.fail(exchange.entries, _for_rows(error))
+                self._arrivals.fail(exchange.entries, for_rows(error))
 
     def give_up(self, error: WeightwireError) -> None:
         """Fails all shards that have not arrived."""
@@ -329,13 +322,13 @@ class _Source:
         self.open.clear()
         self._waiting.clear()
         for exchange in exchanges:
-            self._arrivals.fail(exchange.entries, _for_rows(error))
+            self._arrivals.fail(exchange.entries, for_rows(error))
 
     def close(self) -> None:
         for exchange in self.open.values():
             exchange.give_up()
         while self._channels:
-            _release(self.owner, self._channels.pop())
+            release(self.owner, self._channels.pop())
 
 
 def _told(failures: Iterable[FetchFailure]) -> str:
@@ -348,52 +341,3 @@ def _told(failures: Iterable[FetchFailure]) -> str:
         shards.setdefault((one.owner, reason), []).append(f"{one.task_id!r}:{one.key!r}")
     told = [f"{first_few(names, 4)} at {owner}: {reason}" for (owner, reason), names in shards.items()]
     return "; ".join(told[:MOST_TOLD]) + (f"; and {len(told) - MOST_TOLD} other reasons" if told[MOST_TOLD:] else "")
-
-
-def _for_rows(error: WeightwireError) -> WeightwireError:
-    """The error with a hint about rows; the hints of a channel's own errors are about weights."""
-    return error.advise(HINTS.get(type(error), error.hint))
-
-
-def _owner(owner_id: str, owners: Mapping[str, Owner]) -> Owner:
-    if (owner := owners.get(owner_id)) is None:
-        raise ProtocolError(
-            f"the address of owner {owner_id} is not known", hint="pass the owners that came with the entries"
-        )
-    return owner
-
-
-def connect(owner: Owner) -> Channel:
-    """A channel to the owner. Raises `TransportUnavailable` for an owner of another kind, `ProtocolError` for an address that is
-    none."""
-    if (kept := consumer().connection(owner)) is not None:
-        return kept
-    scheme = owner.address.partition("://")[0]
-    if scheme not in ("ipc", "tcp"):
-        raise TransportUnavailable(
-            f"owner {owner.id} is at {owner.address!r}; known are ipc://, tcp:// and ray://",
-            hint="install the same weightwire version on both sides",
-        )
-    try:
-        return Channel(
-            owner.address,
-            pid=owner.pid,
-            start_ticks=owner.start_ticks,
-            peer_boot_id=owner.boot_id,
-            may_close=True,
-            side="owner",
-            replica=owner.id,
-        )
-    except TransportUnavailable:
-        consumer().close_connections()  # the next attempt finds their descriptors
-        raise
-    except zmq.ZMQError as error:
-        raise ProtocolError(f"owner {owner.id} is at {owner.address!r}, which is no address: {error}") from error
-
-
-def _release(owner: Owner, channel: Channel) -> None:
-    """A channel is no longer needed: one to an owner of this host is kept, unless a request is still open on it."""
-    if channel.is_open or not owner.address.startswith("ipc://"):
-        channel.close()
-    else:
-        consumer().keep_connection(owner, channel)
