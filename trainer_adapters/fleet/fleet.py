@@ -1,4 +1,4 @@
-"""All that rank 0 knows of the replicas of its group: cards, sessions, states, what each holds, and which are paused.
+"""All that rank 0 knows of the replicas of its group: cards, sessions, states and what each holds.
 
 `FleetMachine` decides; this class owns the lock, the sessions and the clock.
 """
@@ -21,7 +21,6 @@ from inference_plugin.net.channel import Outgoing, fan_out
 from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import ArgumentError, ManagerClosed, PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCard
-from inference_plugin.wire.reports import ReplicaPause
 from trainer_adapters.fleet.machine import FleetMachine
 from trainer_adapters.fleet.machine_io import (
     CardsSeen,
@@ -88,7 +87,6 @@ class Fleet:
         self._caught_up: dict[str, ReplicaSession] = {}
         self._left_to_lost: frozenset[str] = frozenset()
         """Segments that a lost replica may still read, if its process lives."""
-        self._paused: dict[str, tuple[ReplicaCard, ReplicaPause]] = {}
         self._tells: list[Tell] = []
         self._news = True
         self._changed = threading.Condition(threading.RLock())
@@ -362,27 +360,6 @@ class Fleet:
         self.on(Closed())
         self.poke()
         self.registry.wake()
-
-    # --- pauses ------------------------------------------------------------------------------------------------------
-
-    def note_pause(self, card: ReplicaCard, pause: ReplicaPause) -> None:
-        """A replica answered a pause or a resumption. If it failed to do so, its state is as before."""
-        with self._changed:
-            if pause.state in ("paused", "asleep"):
-                self._paused[card.replica] = card, pause
-            elif pause.state != "failed":
-                self._paused.pop(card.replica, None)
-
-    def paused(self) -> dict[str, tuple[ReplicaCard, ReplicaPause]]:
-        """The replicas whose pauses are to be renewed."""
-        with self._changed:
-            return dict(self._paused)
-
-    def forget_pauses(self, replicas: Iterable[str]) -> None:
-        """The pauses of these replicas are over, or cannot be renewed."""
-        with self._changed:
-            for name in replicas:
-                self._paused.pop(name, None)
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from inference_plugin.net import addresses
@@ -58,6 +58,9 @@ class Pauses:
         self._trainer = trainer
         self._closing = threading.Event()
         self._renewer: threading.Thread | None = None
+        self._paused: dict[str, tuple[ReplicaCard, ReplicaPause]] = {}
+        """The replicas whose pauses are to be renewed, by id; under the lock."""
+        self._lock = threading.Lock()
 
     def pause(self, in_flight: InFlight, level: SleepLevel, deadline_s: float) -> PauseReport:
         """Pauses every living replica, or puts it to sleep, all at once. The pause of a replica is renewed while the others are
@@ -106,9 +109,9 @@ class Pauses:
         """Resumes paused replicas. Sleeping replicas stay asleep while this process lives: it may be using their memory. May be
         called twice."""
         self._closing.set()
-        paused = self._fleet.paused()
+        paused = self._to_renew()
         awake = [card for card, pause in paused.values() if not pause.asleep]
-        self._fleet.forget_pauses(paused)
+        self._forget(paused)
         request = Resume(self._trainer, timeout_s=CLOSE_TIMEOUT_S)
         try:
             for replica in self._ask(awake, request, CLOSE_TIMEOUT_S).failed:
@@ -116,6 +119,24 @@ class Pauses:
         finally:
             if self._renewer is not None and self._renewer is not threading.current_thread():
                 self._renewer.join(CLOSE_TIMEOUT_S)
+
+    def _note(self, card: ReplicaCard, pause: ReplicaPause) -> None:
+        """A replica answered a pause or a resumption. If it failed to do so, its state is as before."""
+        with self._lock:
+            if pause.state in ("paused", "asleep"):
+                self._paused[card.replica] = card, pause
+            elif pause.state != "failed":
+                self._paused.pop(card.replica, None)
+
+    def _to_renew(self) -> dict[str, tuple[ReplicaCard, ReplicaPause]]:
+        with self._lock:
+            return dict(self._paused)
+
+    def _forget(self, replicas: Iterable[str]) -> None:
+        """The pauses of these replicas are over, or cannot be renewed."""
+        with self._lock:
+            for name in replicas:
+                self._paused.pop(name, None)
 
     def _left_s(self, deadline_s: float) -> float:
         """Seconds that a pause or a resumption has. Raises `SyncTimeout` if there are none."""
@@ -131,13 +152,13 @@ class Pauses:
         """Asks the coordinators of all these replicas at once, over sockets of the calling thread. A replica is given up when one
         of its processes gives no sign of life."""
         if not self._closing.is_set():
-            self._fleet.forget_pauses(set(self._fleet.paused()) - {card.replica for card in cards})
+            self._forget(set(self._to_renew()) - {card.replica for card in cards})
         link_silence_s = self._settings.config.silence_s
         pauses: dict[str, ReplicaPause] = {}
 
         def note(card: ReplicaCard, answer: Stands | WeightwireError) -> None:
             pauses[card.replica] = pause = _pause_of(card, answer)
-            self._fleet.note_pause(card, pause)
+            self._note(card, pause)
 
         with contextlib.ExitStack() as stack:
             asked: list[ReplicaCard] = []
@@ -174,7 +195,7 @@ class Pauses:
             channel.close()
 
     def _renew_all(self, channels: dict[str, Channel], wait_s: float) -> None:
-        cards = {name: card for name, (card, _) in self._fleet.paused().items()}
+        cards = {name: card for name, (card, _) in self._to_renew().items()}
         for name in set(channels) - set(cards):
             channels.pop(name).close()
         self._hear(channels, 0.0)  # answers that came late
@@ -199,7 +220,7 @@ class Pauses:
     def _not_renewed(self, name: str, error: WeightwireError) -> None:
         logger.warning("weightwire: the pause of %s was not renewed: %s", name, error)
         if isinstance(error, VersionConflict | PeerLost):  # and cannot be
-            self._fleet.forget_pauses([name])
+            self._forget([name])
 
 
 def _pause_of(card: ReplicaCard, answer: Stands | WeightwireError) -> ReplicaPause:
