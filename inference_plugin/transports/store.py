@@ -143,14 +143,7 @@ class StoreSender(ZmqSender):
                 paths[name] = self._chain.path(name, delivery.manifest)
             for told in paths[name]:
                 late.tell(told)
-        while any(lane.busy for lane in lanes):
-            for lane in lanes:
-                with lane.failing():
-                    lane.advance(wait=True)
-        stats.move_s += time.perf_counter() - started_s
-        stats.messages = sum(lane.messages for lane in lanes)
-        for lane in lanes:
-            stats.lost |= lane.lost()
+        self._finish(stats, started_s)
         self._delete_old()
         return pieces, stats
 

@@ -73,16 +73,9 @@ class ZmqSender(Sender):
         for lane in lanes:
             with lane.failing():
                 lane.flush()
-        while any(lane.busy for lane in lanes):
-            for lane in lanes:
-                with lane.failing():
-                    lane.advance(wait=True)
-        stats.move_s += time.perf_counter() - started_s
-        stats.messages = sum(lane.messages for lane in lanes)
+        self._finish(stats, started_s)
         stats.sent_bytes = sum(lane.sent_bytes for lane in lanes)
         stats.held_bytes = self._held_bytes()
-        for lane in lanes:
-            stats.lost |= lane.lost()
         return pieces, stats
 
     def without(self, replica: str) -> None:
@@ -93,6 +86,17 @@ class ZmqSender(Sender):
     def close(self) -> None:
         while self.lanes:
             self.lanes.popitem()[1].close()
+
+    def _finish(self, stats: WriteStats, started_s: float) -> None:
+        """Waits until the workers have answered, and notes which were lost. `started_s`: since when this counts as moving."""
+        while any(lane.busy for lane in self._used):
+            for lane in self._used:
+                with lane.failing():
+                    lane.advance(wait=True)
+        stats.move_s += time.perf_counter() - started_s
+        stats.messages = sum(lane.messages for lane in self._used)
+        for lane in self._used:
+            stats.lost |= lane.lost()
 
     def _spread(self, terms: WriteTerms, targets: Sequence[Target]) -> list[Lane]:
         """Lanes to the workers that this rank sends to itself; each worker is told which ones it feeds."""
