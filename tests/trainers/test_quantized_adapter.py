@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +277,29 @@ def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Pa
     (path / "config.json").write_text(json.dumps({"quantization_config": ["fp8"]}))
     with pytest.raises(ArgumentError, match="can't be read"):
         schemes_of(path)
-    blocks = write_checkpoint(tmp_path / "blocks", quantised(dense(), "fp8 in blocks"), "fp8 in blocks")
-    about = json.loads((blocks / "config.json").read_text())
-    about["quantization_config"]["weight_block_size"] = ["16", "16"]
-    (blocks / "config.json").write_text(json.dumps(about))
-    with pytest.raises(ArgumentError, match="can't be made of the trainer's weights"):
-        schemes_of(blocks)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "where"),
+    [
+        ("weight_block_size", ["16", "16"], r"Expected `int`, got `str` - at `\$\.weight_block_size\[0\]`"),
+        ("config_groups", ["group_0"], r"Expected `object \| null`, got `array` - at `\$\.config_groups`"),
+        (
+            "config_groups",
+            {"a": {"weights": {"group_size": "32"}}},
+            r"at `\$\.config_groups\[\.\.\.\]\.weights\.group_size`",
+        ),
+    ],
+)
+def test_a_config_of_another_form_is_refused_by_the_place_that_is_wrong(
+    checkpoints: Path, tmp_path: Path, entry: str, value: Any, where: str
+) -> None:
+    shutil.copytree(path := checkpoints / "fp8 in blocks", tmp_path / "other")
+    about = json.loads((path / "config.json").read_text())
+    about["quantization_config"][entry] = value
+    (tmp_path / "other" / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ArgumentError, match=rf"can't be read: ValidationError: .*{where}"):
+        schemes_of(tmp_path / "other")
 
 
 def test_a_model_that_is_not_the_checkpoints_is_refused_and_says_why(checkpoints: Path) -> None:

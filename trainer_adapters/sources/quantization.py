@@ -23,8 +23,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import msgspec
 import torch
 
 from inference_plugin.wire.checkpoint_headers import checkpoint_directory, read_headers
@@ -58,6 +59,35 @@ MEASURED = (
     "weight_global_scale",
     "weight_g_idx",
 )
+
+
+class _Weights(msgspec.Struct):
+    """What compressed-tensors says of the weights of a group of layers."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: list[int] | None = None
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights | None = None
+
+
+class _About(msgspec.Struct):
+    """`quantization_config`, as far as it tells of weights."""
+
+    quant_method: str | None = None
+    weight_block_size: list[int] | None = None
+    scale_fmt: str | None = None
+    config_groups: dict[str, _Group] | None = None
+
+    def weights(self, bits: int) -> list[_Weights]:
+        """Those that have so many bits. Fewer than 8 may lie in bytes, too."""
+        found = [group.weights for group in (self.config_groups or {}).values()]
+        return [one for one in found if one is not None and one.num_bits == bits]
 
 
 @dataclass(frozen=True)
@@ -115,7 +145,7 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
         config = json.loads((directory / "config.json").read_text())
         parts = (config, config.get("text_config") or {})  # as engines do: the model of the text alone may have it
         given = (one.get("quantization_config") or one.get("compression_config") for one in parts)
-        about: dict[str, Any] = dict(next(filter(None, given), {}))
+        about = msgspec.convert(next(filter(None, given), {}), _About)
         headers = read_headers(directory)
     except Exception as error:
         raise ArgumentError(
@@ -123,11 +153,10 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
             hint="give the directory of the checkpoint that the engine was started from; a name of the hub is found if this "
             "machine has a copy (`hf download`)",
         ) from error
-    method = about.get("quant_method")
-    if method not in ("fp8", "compressed-tensors"):
+    if about.quant_method not in ("fp8", "compressed-tensors"):
         raise ArgumentError(
-            f"{directory} has quant_method {method!r} in its config.json; weights are quantised as 'fp8' in blocks and as "
-            "'compressed-tensors' with 8 bits have them",
+            f"{directory} has quant_method {about.quant_method!r} in its config.json; weights are quantised as 'fp8' in blocks "
+            "has them, and 'compressed-tensors' in 8 bits or packed INT4",
             hint="serve the checkpoint in the trainer's dtype and let the engine quantise it, or send tensors in the engine's "
             "format by ExportAdapter",
         )
@@ -153,9 +182,9 @@ def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
     return found
 
 
-def _scheme(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | None:
+def _scheme(name: str, about: _About, headers: Headers) -> Scheme | None:
     shape, dtype = headers[name]
-    in_blocks = about["quant_method"] == "fp8"
+    in_blocks = about.quant_method == "fp8"
     scales = f"{name}_scale_inv" if in_blocks else f"{name}_scale"
     scales_shape, scales_dtype = headers.get(scales, ((), torch.bool))
     if len(shape) != 2 or scales_dtype not in SCALES or (in_blocks and dtype != FP8):
@@ -169,13 +198,13 @@ def _scheme(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | N
                 block,
                 scales_dtype,
                 _specs(headers, name, scales),
-                power_of_two=about.get("scale_fmt") == "ue8m0" or scales_dtype == torch.float8_e8m0fnu,
+                power_of_two=about.scale_fmt == "ue8m0" or scales_dtype == torch.float8_e8m0fnu,
                 reciprocal=in_blocks,
             )
     return None
 
 
-def _packed(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | None:
+def _packed(name: str, about: _About, headers: Headers) -> Scheme | None:
     parts = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
     if any(len(headers.get(part, ((), None))[0]) != dims for part, dims in zip(parts, (2, 2, 1), strict=True)):
         return None
@@ -183,13 +212,11 @@ def _packed(name: str, about: Mapping[str, Any], headers: Headers) -> Scheme | N
     if dtype != PACKED or scales_dtype not in SCALES:
         return None
     shape = words[0], words[1] * IN_A_WORD
-    for group in _weights(about, 4):
-        width = group.get("group_size")
-        if (group.get("strategy"), group.get("type", "int"), group.get("symmetric", True)) != ("group", "int", True):
+    for group in about.weights(4):
+        width = group.group_size or 0
+        if (group.strategy, group.type, group.symmetric) != ("group", "int", True):
             continue
-        if not isinstance(width, int) or width <= 0 or width % IN_A_WORD or shape[1] % width:
-            continue
-        if grid == (shape[0], shape[1] // width):
+        if width > 0 and width % IN_A_WORD == shape[1] % width == 0 and grid == (shape[0], shape[1] // width):
             return Scheme(shape, dtype, (1, width), scales_dtype, _specs(headers, *parts))
     return None
 
@@ -198,25 +225,14 @@ def _specs(headers: Headers, *names: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, dtype_name(headers[name][1]), headers[name][0]) for name in names)
 
 
-def _weights(about: Mapping[str, Any], bits: int) -> list[Mapping[str, Any]]:
-    """What compressed-tensors says of the weights of each group of layers that has them in so many bits."""
-    weights = [group.get("weights") or {} for group in (about.get("config_groups") or {}).values()]
-    return [one for one in weights if one.get("num_bits", 8) == bits]  # fewer than 8 may lie in bytes, too
-
-
-def _blocks(shape: tuple[int, ...], about: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _blocks(shape: tuple[int, ...], about: _About) -> list[tuple[int, int]]:
     """The blocks that a weight may be divided into, as the config says."""
-    if about["quant_method"] == "fp8":
-        sizes = [about.get("weight_block_size")]
+    if about.quant_method == "fp8":
+        sizes = [about.weight_block_size]
     else:
-        weights = _weights(about, 8)
-        sizes = [[1, shape[1]] for one in weights if one.get("strategy") == "channel" and one.get("symmetric", True)]
-        sizes += [one.get("block_structure") for one in weights if one.get("strategy") == "block"]
-    return [
-        (size[0], size[1])
-        for size in sizes
-        if isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)
-    ]
+        sizes = [[1, shape[1]] for one in about.weights(8) if one.strategy == "channel" and one.symmetric]
+        sizes += [one.block_structure for one in about.weights(8) if one.strategy == "block"]
+    return [(size[0], size[1]) for size in sizes if size is not None and len(size) == 2 and min(size) > 0]
 
 
 def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
