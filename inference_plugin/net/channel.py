@@ -37,9 +37,6 @@ CLOSED_S = 10.0
 """Seconds between two looks at the socket file of a peer that doesn't reply. One whose file is missing both times has closed:
 while it is open it makes the file again (`net.listening.MEND_EVERY_S`)."""
 
-DESCRIPTORS = 16
-"""Free descriptors that a new socket asks for: its own three or four, its connection, and those of the threads of libzmq."""
-
 Reply = TypeVar("Reply")
 
 
@@ -80,7 +77,7 @@ class Channel(Closing):
         self._file = Path(address.removeprefix("ipc://")) if may_close and address.startswith("ipc://") else None
         self._file_was_gone = False
         self._look_at_file_s = math.inf
-        check_room(DESCRIPTORS)
+        check_room()
         self.socket = context_of_process().socket(zmq.REQ)
         self.socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None

@@ -37,6 +37,8 @@ MAX_PEERS = 8192
 """Most peers of one listening socket, where descriptors allow that many."""
 LEAST_RESERVE, MOST_RESERVE = 16, 512
 """Descriptors that are kept from peers: a quarter of the process's limit, but within these bounds."""
+SOCKET_DESCRIPTORS = 16
+"""Enough for a socket, its connection or its gate, and the threads of libzmq."""
 FIND_TIMEOUT_MS = 5000
 ACCEPT_TIMEOUT_MS = 1000
 COUNT_AGAIN_S = 10.0
@@ -240,9 +242,9 @@ class Gate:
             os.close(spare)
 
 
-def check_room(count: int) -> None:
-    """Raises `TransportUnavailable` where fewer than `count` descriptors are free: libzmq would abort the process."""
-    if why := _why_no_room(count):
+def check_room() -> None:
+    """Raises `TransportUnavailable` where too few descriptors are free for a socket: libzmq would abort the process."""
+    if why := _why_no_room(SOCKET_DESCRIPTORS):
         raise TransportUnavailable(
             f"there are too few file descriptors for a socket: {why}",
             hint="raise the limit of open files (ulimit -n)",

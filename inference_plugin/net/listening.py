@@ -33,9 +33,6 @@ MEND_EVERY_S = 2.0
 PROBE_S = 1.0
 """Longest wait for a socket that another process may serve."""
 
-DESCRIPTORS = 16
-"""Descriptors that a context, its socket and its gate need, with some to spare."""
-
 
 ADDRESS_VARIABLES = ("WEIGHTWIRE_LISTEN", "WEIGHTWIRE_REGISTRY")
 """Where users give addresses to listen on."""
@@ -62,7 +59,7 @@ class Listener:
 
     def __init__(self, kind: int, listen: str, *, max_bytes: int, waits_for_room: bool = False) -> None:
         check_listen_address(listen)
-        check_room(DESCRIPTORS)
+        check_room()
         check_threads()
         self.context = zmq.Context()
         self._guard: Guard | None = None
