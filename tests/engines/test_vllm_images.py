@@ -102,7 +102,8 @@ def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engin
         sent_as=None if family.dtype == "float32" else "engine",
         alone=family.alone,
         reach=lambda: driver.rpc("ext_state"),
-        **{"dtype": family.dtype, **family.vllm},
+        # vLLM's packed layout answers nothing about images of this one in bfloat16, on a CPU that multiplies in it.
+        **{"dtype": family.dtype, "plain": kind == "llama4", **family.vllm},
     )
 
 

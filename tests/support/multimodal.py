@@ -375,6 +375,7 @@ FAMILIES: dict[str, Medium] = {
             "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
             "boa_token": "<|audio>", "eoa_token": "<audio|>",
         },
+        alone=True,
         max_model_len=512,
     ),
     "llama4": family(
