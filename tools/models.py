@@ -180,17 +180,17 @@ name and shape. For experts without a gate (*nemotron_h_moe*) vLLM has no kernel
 
 Models that read images or hear sounds, such as *qwen3-vl*, are asked about two of them in vLLM, beside text (*whisper* about
 sounds only, *kimi-k2.5*, *cohere2-vision*, *keye*, *keye-vl-1.5*, *llama4-vision*, *llava-next-video*, *minicpm-o2.6*,
-*muse-glimmer*, *ovis2.5* and *step3-vl* about text only), and in SGLang about text only. In vLLM their towers are compared
-as part of what the modules reach. [Which of them were updated with a request about an image in flight](support.md) says what
-else is known.
+*muse-glimmer*, *nvlm-d*, *ovis2.5* and *step3-vl* about text only), and in SGLang about text only. In vLLM their towers are
+compared as part of what the modules reach. [Which of them were updated with a request about an image in flight](support.md)
+says what else is known.
 
-The configurations of *internvl-chat*, *keye...*, *kimi-vl*, *minicpm-...2.6*, *molmo2*, *nemotron-nano-vl*, *ernie4.5-vl*,
-*ovis2.5*, *dots-ocr*, *step3-vl*, *bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*, *nomic-embedding*, *gte-...*,
-*snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones do; *ernie4.5-vl*, *keye...*,
-*kimi-vl*, *minicpm-...2.6*, *molmo2* and *ultravox* have processors of the tests, *granite-speech* ears of the tests. The
-adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the checkpoint which the engine started from. Asked
-about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout. It does not start *interns1-pro*: the tests give
-its class the attribute that it lacks.
+The configurations of *internvl-chat*, *h2ovl*, *nvlm-d*, *skywork-r1v*, *keye...*, *kimi-vl*, *minicpm-...2.6*, *molmo2*,
+*nemotron-nano-vl*, *ernie4.5-vl*, *ovis2.5*, *dots-ocr*, *step3-vl*, *bailing_moe_v2_5*, *bailing_moe_v3*, *nemotron_nas*,
+*nomic-embedding*, *gte-...*, *snowflake-embedding* and *jina-v3-embedding* come as code in the checkpoint, as published ones
+do; *ernie4.5-vl*, *keye...*, *kimi-vl*, *minicpm-...2.6*, *molmo2* and *ultravox* have processors of the tests,
+*granite-speech* ears of the tests. The adapter that vLLM adds to *jina-v5-embedding* while it loads is that of the checkpoint
+which the engine started from. Asked about an image, vLLM 0.32 doesn't answer for *hunyuan-vl* in the packed layout. It does
+not start *interns1-pro*: the tests give its class the attribute that it lacks.
 
 *deepseek_v32*, *deepseek_v4*, *deepseek_v4-vision*, *deepseek_v4.1* (without its tables of n-grams), *glm_moe_dsa*, *hy_v4*,
 *inkling_text*, *kimi_linear*, *kimi_k3_text*, *minimax-m3*, *qwen4-exp* (its table of n-grams on the device) and

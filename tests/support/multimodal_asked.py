@@ -276,6 +276,7 @@ ASKED: dict[str, Medium] = {
     ),
 }  # fmt: skip
 WITHOUT_MEDIA = (
+    "nvlm-d",
     "kimi-k2.5",
     "cohere2-vision",
     "llama4",

@@ -12,7 +12,7 @@ import torch
 from tests.support.checkpoints import load, rewrite
 from tests.support.multimodal import FAMILIES, LINEAR, QWEN_VISION, Medium, qwen
 from tests.support.multimodal_newest import TEXT_ONLY
-from tests.support.remote_checkpoints import linear, remote
+from tests.support.remote_checkpoints import internvl_chat, linear, remote
 from tests.support.written_checkpoints import WORDS, Shapes, norms
 
 __all__ = ["REST"]
@@ -161,6 +161,17 @@ ON_THE_DEVICE: dict[str, Any] = {"engram_config": {"cpu_offload": False}}
 """Tables of n-grams lie beside the other weights: on a GPU a table in the host's memory is refused."""
 
 REST: dict[str, Medium] = {
+    "h2ovl": internvl_chat("H2OVLChatModel", "h2ovl_chat", use_msac=False),
+    "skywork-r1v": internvl_chat("SkyworkR1VChatModel", "skywork_chat"),
+    "nvlm-d": internvl_chat(
+        "NVLM_D",
+        "NVLM_D",
+        heads=9,
+        inner=128,
+        bias=False,
+        tokens=("<Image>", "</Image>", "<|vision_pad|>"),
+        place=("<image>", 13),
+    ),
     "qwen4-exp": qwen(
         "Qwen4Exp", LINEAR | QWEN4, QWEN_VISION | {"deepstack_visual_indexes": []}, dtype="bfloat16", **ON_THE_DEVICE
     ),

@@ -16,7 +16,7 @@ from tests.support.models import SHAPE, save_tokenizer
 from tests.support.multimodal import TOWER, WIDTH, WORDS, Medium
 from tests.support.written_checkpoints import NORMS, Shapes, attention, experts, mlp, model, norms
 
-__all__ = ["REMOTE", "REMOTE_TEXT", "remote"]
+__all__ = ["REMOTE", "REMOTE_TEXT", "internvl_chat", "remote"]
 
 CODE = '''\
 from transformers import AutoConfig, PretrainedConfig
@@ -123,8 +123,20 @@ def qwen(at: str) -> Shapes:
     return {f"{at}{name}": shape for name, shape in shapes.items()}
 
 
-def _internvl_chat() -> Medium:
-    width = TOWER["hidden_size"]
+def internvl_chat(
+    architecture: str = "InternVLChatModel",
+    model_type: str = "internvl_chat",
+    *,
+    heads: int = TOWER["num_attention_heads"],
+    inner: int = WIDTH,
+    bias: bool = True,
+    tokens: tuple[str, str, str] = ("<img>", "</img>", "<IMG_CONTEXT>"),
+    place: Sequence[str | int] = ("<image>",),
+    **entries: Any,
+) -> Medium:
+    """InternVL and its relatives. `heads`: those that the tower's weights have. `inner`: rows of the projector's first layer.
+    `bias`: whether the projector has one."""
+    width, size = TOWER["hidden_size"], TOWER["hidden_size"] // TOWER["num_attention_heads"]
     shapes = qwen("language_model.")
     shapes |= {
         "vision_model.embeddings.class_embedding": (1, 1, width),
@@ -134,14 +146,15 @@ def _internvl_chat() -> Medium:
     }
     for number in range(TOWER["num_hidden_layers"]):
         at = f"vision_model.encoder.layers.{number}"
-        shapes |= linear(f"{at}.attn.qkv", 3 * width, width) | linear(f"{at}.attn.proj", width, width)
+        shapes |= linear(f"{at}.attn.qkv", 3 * heads * size, width) | linear(f"{at}.attn.proj", width, heads * size)
         shapes |= linear(f"{at}.mlp.fc1", 64, width) | linear(f"{at}.mlp.fc2", width, 64)
         shapes |= norm(f"{at}.norm1", f"{at}.norm2", width=width) | {f"{at}.ls1": (width,), f"{at}.ls2": (width,)}
-    shapes |= norm("mlp1.0", width=4 * width) | linear("mlp1.1", WIDTH, 4 * width) | linear("mlp1.3", WIDTH, WIDTH)
+    shapes |= norm("mlp1.0", width=4 * width) | linear("mlp1.1", inner, 4 * width, bias=bias)
+    shapes |= linear("mlp1.3", WIDTH, inner, bias=bias)
     return remote(
-        "InternVLChatModel",
+        architecture,
         {
-            "model_type": "internvl_chat",
+            "model_type": model_type,
             "llm_config": SHAPE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False},
             "vision_config": TOWER | {
                 "model_type": "intern_vit_6b", "image_size": 56, "patch_size": 14, "qkv_bias": True, "qk_normalization": False,
@@ -149,9 +162,9 @@ def _internvl_chat() -> Medium:
             },
             "force_image_size": 56, "downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1, "min_dynamic_patch": 1,
             "max_dynamic_patch": 1, "dynamic_image_size": True, "use_thumbnail": True, "template": "internvl2_5",
-        },
+        } | entries,
         shapes,
-        place=["<image>"], last=("<image>", "<img>", "</img>", "<IMG_CONTEXT>", "<|video_pad|>"),
+        place=place, last=("<image>", *tokens, "<|video_pad|>"),
     )  # fmt: skip
 
 
@@ -499,7 +512,7 @@ def _nemotron_nas() -> Medium:
 
 
 REMOTE: dict[str, Medium] = {
-    "internvl-chat": _internvl_chat(),
+    "internvl-chat": internvl_chat(),
     "minicpm-v2.6": _minicpm_v(),
     "minicpm-o2.6": _minicpm_o(),
     "kimi-vl": _kimi_vl(),
