@@ -46,7 +46,7 @@ INT4_ZERO = 8
 IN_A_WORD = 8
 """How many values of INT4 are in an int32."""
 
-ELEMENTS_AT_ONCE, ELEMENTS_ON_A_DEVICE = 1 << 19, 1 << 26
+ELEMENTS_AT_ONCE, ELEMENTS_ON_A_DEVICE = 1 << 19, 1 << 24
 """How many elements are in float32 at a time, unless one row of blocks has more."""
 
 FP8, INT8, PACKED = torch.float8_e4m3fn, torch.int8, torch.int32
