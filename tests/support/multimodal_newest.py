@@ -31,7 +31,7 @@ from tests.support.multimodal_more import SIGLIP
 from tests.support.remote_checkpoints import linear, norm, remote
 from tests.support.written_checkpoints import NORMS, Shapes, attention, mlp, model, norms
 
-__all__ = ["IN_SGLANG_ONLY", "NEWEST", "POOLED", "TEXT_ONLY"]
+__all__ = ["IN_SGLANG_ONLY", "NEWEST", "POOLED", "TEXT_ONLY", "matrices", "v4_layers"]
 
 STEP_TOKENS = ("<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>")
 DOTS_TOKENS = ("<|img|>", "<|imgpad|>", "<|endofimg|>", "<|video_pad|>")
@@ -311,18 +311,13 @@ POOLED: dict[str, str] = {"colpali": "token_embed", "colqwen3": "token_embed", "
 """Models that answer with vectors, and with which."""
 
 
-def _deepseek_v4(ranks: int = 64, rows: int = 32, inner: int = 64) -> Medium:
-    """Without quantisation: a layer with a sliding window, and one that also compresses what it keeps, and indexes that."""
-    wide, head = 128, 512
+def matrices(at: str, **shapes: tuple[int, ...]) -> Shapes:
+    return {f"{at}.{name}.weight": shape for name, shape in shapes.items()}
 
-    def matrices(at: str, **shapes: tuple[int, ...]) -> Shapes:
-        return {f"{at}.{name}.weight": shape for name, shape in shapes.items()}
 
-    def compressor(at: str, size: int) -> Shapes:
-        return matrices(at, wkv=(2 * size, wide), wgate=(2 * size, wide), norm=(size,)) | {f"{at}.ape": (4, 2 * size)}
-
-    shapes: Shapes = {"embed.weight": (WORDS, wide), "head.weight": (WORDS, wide), "norm.weight": (wide,)}
-    shapes |= {"hc_head_fn": (4, 4 * wide), "hc_head_base": (4,), "hc_head_scale": (1,)}
+def v4_layers(wide: int, head: int, ranks: int, rows: int, inner: int, biases: tuple[str, ...] = ("bias",)) -> Shapes:
+    """What the two layers of a DeepSeek-V4 have in common; `biases`: those of a router."""
+    shapes: Shapes = {}
     for number in range(2):
         at = f"layers.{number}"
         shapes |= norms(f"{at}.attn_norm", f"{at}.ffn_norm", width=wide)
@@ -336,9 +331,22 @@ def _deepseek_v4(ranks: int = 64, rows: int = 32, inner: int = 64) -> Medium:
             f"{at}.attn", wq_a=(ranks, wide), wkv=(head, wide), q_norm=(ranks,), kv_norm=(head,), wq_b=(4 * head, ranks),
             wo_a=(2 * rows, 2 * head), wo_b=(wide, 2 * rows),
         ) | {f"{at}.attn.attn_sink": (4,)}  # fmt: skip
-        shapes |= matrices(f"{at}.ffn", gate=(4, wide)) | {f"{at}.ffn.gate.bias": (4,)}
+        shapes |= matrices(f"{at}.ffn", gate=(4, wide)) | {f"{at}.ffn.gate.{bias}": (4,) for bias in biases}
         for expert in (*(f"experts.{i}" for i in range(4)), "shared_experts"):
             shapes |= matrices(f"{at}.ffn.{expert}", w1=(inner, wide), w2=(wide, inner), w3=(inner, wide))
+    return shapes
+
+
+def _deepseek_v4(ranks: int = 64, rows: int = 32, inner: int = 64) -> Medium:
+    """Without quantisation: a layer with a sliding window, and one that also compresses what it keeps, and indexes that."""
+    wide, head = 128, 512
+
+    def compressor(at: str, size: int) -> Shapes:
+        return matrices(at, wkv=(2 * size, wide), wgate=(2 * size, wide), norm=(size,)) | {f"{at}.ape": (4, 2 * size)}
+
+    shapes: Shapes = {"embed.weight": (WORDS, wide), "head.weight": (WORDS, wide), "norm.weight": (wide,)}
+    shapes |= {"hc_head_fn": (4, 4 * wide), "hc_head_base": (4,), "hc_head_scale": (1,)}
+    shapes |= v4_layers(wide, head, ranks, rows, inner)
     shapes |= compressor("layers.1.attn.compressor", head) | compressor("layers.1.attn.indexer.compressor", 128)
     shapes |= matrices("layers.1.attn.indexer", wq_b=(4 * 128, ranks), weights_proj=(4, wide))
     return remote(

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import load, rewrite
 from tests.support.multimodal import FAMILIES, LINEAR, QWEN_VISION, Medium, qwen
-from tests.support.multimodal_newest import TEXT_ONLY
+from tests.support.multimodal_newest import TEXT_ONLY, matrices, v4_layers
 from tests.support.remote_checkpoints import internvl_chat, linear, remote
 from tests.support.written_checkpoints import WORDS, Shapes, norms
 
@@ -94,28 +94,8 @@ def _deepseek_v41() -> Medium:
     """DeepSeek-V4.1: layers share what they have compressed and indexed; the first layer has a sliding window only."""
     wide, narrow, head, ranks, rows = 128, 32, 512, 64, 32
 
-    def matrices(at: str, **shapes: tuple[int, ...]) -> Shapes:
-        return {f"{at}.{name}.weight": shape for name, shape in shapes.items()}
-
     shapes: Shapes = {"embed.weight": (WORDS, wide), "head.weight": (WORDS, wide), "norm.weight": (wide,)}
-    for number in range(2):
-        at = f"layers.{number}"
-        shapes |= norms(f"{at}.attn_norm", f"{at}.ffn_norm", width=wide)
-        for part in ("attn", "ffn"):
-            shapes |= {
-                f"{at}.hc_{part}_fn": (24, 4 * wide),
-                f"{at}.hc_{part}_base": (24,),
-                f"{at}.hc_{part}_scale": (3,),
-            }
-        shapes |= matrices(
-            f"{at}.attn", wq_a=(ranks, wide), wkv=(head, wide), q_norm=(ranks,), kv_norm=(head,), wq_b=(4 * head, ranks),
-            wo_a=(2 * rows, 2 * head), wo_b=(wide, 2 * rows),
-        ) | {f"{at}.attn.attn_sink": (4,)}  # fmt: skip
-        shapes |= matrices(f"{at}.ffn", gate=(4, wide)) | {
-            f"{at}.ffn.gate.{bias}": (4,) for bias in ("bias", "bias_vl")
-        }
-        for expert in (*(f"experts.{i}" for i in range(4)), "shared_experts"):
-            shapes |= matrices(f"{at}.ffn.{expert}", w1=(64, wide), w2=(wide, 64), w3=(64, wide))
+    shapes |= v4_layers(wide, head, ranks, rows, 64, ("bias", "bias_vl"))
     shapes |= matrices("layers.1.attn.compressor", wkv=(head, wide), wgate=(head, wide), norm=(head,))
     shapes |= matrices(
         "layers.1.attn.indexer", wq_b=(4 * 128, ranks), weights_proj=(4, wide), wk=(128, head), k_norm=(128,)
