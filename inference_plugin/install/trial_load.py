@@ -109,7 +109,7 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
 
 
 class _InPlaceOf(TorchFunctionMode):
-    """Gives operations other tensors in place of some, which are known by their `id`."""
+    """Inside, an operation that is given one of some tensors, known by their `id`, gets another tensor in its place."""
 
     def __init__(self, others: Mapping[int, Tensor]) -> None:
         super().__init__()

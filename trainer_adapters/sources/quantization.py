@@ -118,8 +118,8 @@ class Scheme:
         return math.ceil(self.shape[0] / self.block[0]), math.ceil(self.shape[1] / self.block[1])
 
     def scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scales, for `quantize`, of blocks whose largest absolute values are `amax` (float32). They are stored in the dtype
-        of scales; those of packed values are rounded to it only then."""
+        """The scales, for `quantize`, of blocks whose largest absolute values are `amax` (float32). INT4 is divided by scales in
+        float32, which are rounded to `scales_dtype` as they are stored; the others are rounded before."""
         if self.dtype == PACKED:
             return (amax / LARGEST_INT4).clamp(LEAST_INT4_SCALE)
         if self.reciprocal:
@@ -286,7 +286,8 @@ def _spans(values: torch.Tensor, at: int, height: int) -> Iterable[tuple[int, in
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """The bits of absolute values: in their order, NaN is the largest, and maxima of whole numbers are faster."""
+    """The bits of the absolute values, as whole numbers: their order is the same (NaN is the largest), and torch finds their
+    maxima faster."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     return values.view(whole) & torch.iinfo(whole).max
 
