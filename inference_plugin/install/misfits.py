@@ -66,10 +66,12 @@ class Misfits:
         own = {name: shape for name, (shape, _) in self._checkpoint.items()}
         if any(".lora_A." in name or ".base_layer." in name for name in sent):
             hint = "these are names of a PEFT model's state dict: give the PEFT model itself, which is merged as it is sent"
-        elif any(f"{name}_packed" in own or f"{name.removesuffix('weight')}qweight" in own for name in sent):
+        elif any(
+            beside in own for name in sent for beside in (f"{name}_packed", f"{name}_scale_2", f"{name[:-6]}qweight")
+        ):
             hint = (
-                "the engine's checkpoint has these weights quantised: QuantizedAdapter(source, checkpoint) sends INT4 of "
-                "compressed-tensors; send other formats, such as GPTQ and AWQ, as the checkpoint has them, by ExportAdapter"
+                "the engine's checkpoint has these weights quantised: QuantizedAdapter(source, checkpoint) sends them as it has "
+                "them in INT4 and NVFP4; send other formats, such as GPTQ and AWQ, by ExportAdapter"
             )
         elif lacking := _prefix(sent, own):
             hint = (

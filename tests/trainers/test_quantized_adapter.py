@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.manifest import TensorSpec
 from tests.support.quantising import (
     INT4,
     KINDS,
@@ -33,7 +35,18 @@ from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import ModuleAdapter, QuantizedAdapter
 from trainer_adapters.sources import quantization
 from trainer_adapters.sources.conversion import checkpoint_layout
-from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
+from trainer_adapters.sources.quantization import (
+    MXFP8,
+    NVFP4,
+    EightBits,
+    FP8InBlocks,
+    PackedInt4,
+    Scheme,
+    block_maxima,
+    largest,
+    quantize,
+)
+from trainer_adapters.sources.quantized_checkpoint import read_checkpoint
 
 FP8 = torch.float8_e4m3fn
 
@@ -161,34 +174,53 @@ def test_a_matrix_cut_anywhere_is_quantised_as_the_whole(data: st.DataObject) ->
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
     whole = (torch.randn(rows, columns, generator=random) * 10 ** data.draw(st.integers(-6, 3))).to(dtype)
     power_of_two = data.draw(st.booleans())
-    scheme = Scheme((rows, columns), FP8, block, torch.float32, (), power_of_two, reciprocal=True)
+    scheme = FP8InBlocks((rows, columns), block, kept_in("float8_e4m3fn", "float32"), power_of_two=power_of_two)
     expected, expected_scales = as_vllm_quantises(whole, list(block), power_of_two)
-    scales = scheme.scale(block_maxima(whole, (0, 0), block))
-    assert torch.equal(scales, expected_scales)
-    assert_any_part_is(whole, scheme, expected, scales, data)
+    scales = scheme.scales(block_maxima(whole, (0, 0), block))
+    assert torch.equal(scales.stored, expected_scales)
+    assert_any_part_is(whole, scheme, expected, scales.factors, data)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("kind", [INT4, "nvfp4", "modelopt nvfp4", "mxfp8"])
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_a_matrix_cut_between_words_is_packed_as_the_whole(data: st.DataObject) -> None:
-    rows, group = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([8, 16, 24, 32]))
+def test_a_matrix_in_groups_of_columns_cut_anywhere_is_quantised_as_the_whole(kind: str, data: st.DataObject) -> None:
+    sizes = {INT4: [8, 16, 24, 32], "mxfp8": [32]}.get(kind, [16])
+    rows, group = data.draw(st.integers(1, 40)), data.draw(st.sampled_from(sizes))
     columns = group * data.draw(st.integers(1, 5))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
     whole = (torch.randn(rows, columns, generator=random) * 10 ** data.draw(st.integers(-7, 3))).to(dtype)
     whole[data.draw(st.integers(0, rows - 1))] = 0
-    scheme = Scheme((rows, columns), torch.int32, (1, group), dtype, ())
-    made = quantised({"a_proj.weight": whole}, INT4, group)
-    scales = scheme.scale(block_maxima(whole, (0, 0), scheme.block))
-    assert torch.equal(scales.to(dtype), made["a_proj.weight_scale"])
-    assert_any_part_is(whole, scheme, made["a_proj.weight_packed"], scales, data)
+    whole[data.draw(st.integers(0, rows - 1)), :group] *= 10 ** data.draw(st.integers(-4, 1))
+    made = quantised({(name := "mlp.a_proj.weight"): whole}, kind, group)
+    scheme = SCHEMES[kind]((rows, columns), group, str(made[f"{name}_scale"].dtype).removeprefix("torch."))
+    scales = scheme.scales(block_maxima(whole, (0, 0), scheme.block), largest(whole))
+    assert torch.equal(scales.stored.view(torch.uint8), made[f"{name}_scale"].view(torch.uint8))
+    if (of_matrix := made.get(f"{name}_global_scale", made.get(f"{name}_scale_2"))) is not None:
+        assert scales.of_matrix is not None and torch.equal(scales.of_matrix.reshape(of_matrix.shape), of_matrix)
+    values = made.get(f"{name}_packed", made.get(name))
+    assert values is not None
+    assert_any_part_is(whole, scheme, values, scales.factors, data)
+
+
+SCHEMES: dict[str, Callable[[tuple[int, int], int, str], Scheme]] = {
+    INT4: lambda shape, group, dtype: PackedInt4(shape, (1, group), kept_in("int32", dtype)),
+    "mxfp8": lambda shape, group, dtype: MXFP8(shape, (1, group), kept_in("float8_e4m3fn", dtype)),
+    "nvfp4": lambda shape, group, dtype: NVFP4(shape, (1, group), kept_in("uint8", dtype), divides=True),
+    "modelopt nvfp4": lambda shape, group, dtype: NVFP4(shape, (1, group), kept_in("uint8", dtype)),
+}
+
+
+def kept_in(*dtypes: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"part {i}", dtype, ()) for i, dtype in enumerate(dtypes))
 
 
 def assert_any_part_is(
-    whole: torch.Tensor, scheme: Scheme, expected: torch.Tensor, scales: torch.Tensor, data: st.DataObject
+    whole: torch.Tensor, scheme: Scheme, expected: torch.Tensor, factors: torch.Tensor, data: st.DataObject
 ) -> None:
     """However many rows of blocks are worked on at once."""
-    (rows, columns), (height, width), of = scheme.shape, scheme.block, scheme.in_a_word
+    (rows, columns), (height, width), of = scheme.shape, scheme.block, scheme.in_a_number
     top, left = data.draw(st.integers(0, rows - 1)), of * data.draw(st.integers(0, columns // of - 1))
     bottom, right = data.draw(st.integers(top + 1, rows)), of * data.draw(st.integers(left // of + 1, columns // of))
     part, at = whole[top:bottom, left:right], (top, left)
@@ -196,7 +228,7 @@ def assert_any_part_is(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantization, "ELEMENTS_AT_ONCE", data.draw(st.sampled_from([1, 300, 1 << 19])))
         maxima = block_maxima(part, at, scheme.block)
-        made = quantize(part, at, scheme, scales[touched])
+        made = quantize(part, at, scheme, factors[touched])
     assert torch.equal(made.view(torch.uint8), expected[top:bottom, left // of : right // of].view(torch.uint8))
     blocks = [
         [one.abs().amax().float() for one in torch.tensor_split(row, edges(left, right, width), 1)]
@@ -222,14 +254,77 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("dtype", "block"), [(FP8, (128, 128)), (torch.int8, (1, 4096)), (torch.int32, (1, 32))])
-def test_a_matrix_of_a_thousand_blocks_is_quantised_by_twenty_operations(dtype: torch.dtype, block: Any) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    [
+        (
+            FP8InBlocks((4096, 4096), (128, 128), (TensorSpec("", "float8_e4m3fn", ()), TensorSpec("", "float32", ()))),
+            20,
+        ),
+        (EightBits((4096, 4096), (1, 4096), (TensorSpec("", "int8", ()), TensorSpec("", "float32", ()))), 20),
+        (PackedInt4((4096, 4096), (1, 32), (TensorSpec("", "int32", ()), TensorSpec("", "bfloat16", ()))), 20),
+        (MXFP8((4096, 4096), (1, 32), (TensorSpec("", "float8_e4m3fn", ()), TensorSpec("", "uint8", ()))), 30),
+        (NVFP4((4096, 4096), (1, 16), (TensorSpec("", "uint8", ()), TensorSpec("", "float8_e4m3fn", ()))), 40),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Scheme) else None,
+)
+def test_a_matrix_of_a_thousand_blocks_is_quantised_by_few_operations(scheme: Scheme, most: int) -> None:
     """On a device each costs a launch; it was one for each row of blocks and more. "meta" is a device that has no values."""
-    scheme = Scheme((4096, 4096), dtype, block, torch.float32, (), reciprocal=dtype == FP8)
     weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     with Operations() as operations:
-        quantize(weight, (0, 0), scheme, scheme.scale(block_maxima(weight, (0, 0), block)))
-    assert 0 < operations.count <= 20
+        scales = scheme.scales(block_maxima(weight, (0, 0), scheme.block), torch.empty((), device="meta"))
+        quantize(weight, (0, 0), scheme, scales.factors)
+    assert 0 < operations.count <= most
+
+
+def sent(source: QuantizedAdapter) -> dict[str, torch.Tensor]:
+    """What one rank that has the whole sends. Each tensor comes whole."""
+    names = [spec.name for spec in source.manifest().tensors]
+    return {names[item.box.tensor]: item.tensor.clone() for item in source.slices()}
+
+
+def test_what_was_measured_is_sent_as_the_checkpoint_has_it_with_the_modules_that_the_source_has(
+    tmp_path: Path,
+) -> None:
+    weights = dense("nvfp4")
+    caches = {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(0.5 + layer) for layer in (0, 1, 2)}
+    path = write_checkpoint(tmp_path / "made", quantised(weights, "nvfp4") | caches, "nvfp4")
+    found = sent(QuantizedAdapter(ModuleAdapter(weights), path))
+    assert found["model.layers.1.self_attn.k_scale"] == 1.5 and "model.layers.2.self_attn.k_scale" not in found
+    assert found["model.layers.0.mlp.up_proj.input_global_scale"].item() == pytest.approx(1 / 0.03)
+    first = {name: tensor for name, tensor in weights.items() if ".layers.0.mlp." in name}
+    found = sent(QuantizedAdapter(ModuleAdapter(first), path))
+    assert {name.rpartition(".")[0] for name in found} == {
+        f"model.layers.0.mlp.{one}_proj" for one in ("gate", "up", "down")
+    }
+    own = weights | {"model.layers.0.mlp.up_proj.input_global_scale": torch.tensor([7.0])}
+    assert sent(QuantizedAdapter(ModuleAdapter(own), path))["model.layers.0.mlp.up_proj.input_global_scale"] == 7
+
+
+def test_weights_share_a_scale_where_those_of_the_checkpoint_do(tmp_path: Path) -> None:
+    """Engines multiply fused layers by one scale of the matrix, the largest: values made with another would be wrong."""
+    weights = dense("modelopt nvfp4")
+    made = quantised(weights, "modelopt nvfp4")
+    up, gate = (f"model.layers.0.mlp.{one}_proj.weight" for one in ("up", "gate"))
+    path = write_checkpoint(tmp_path / "together", made, "modelopt nvfp4")
+    apart = write_checkpoint(tmp_path / "apart", made | {f"{up}_scale_2": torch.tensor(1.0)}, "modelopt nvfp4")
+    weights[gate][0, 0] = 100.0
+    together, alone = (sent(QuantizedAdapter(ModuleAdapter(weights), one)) for one in (path, apart))
+    assert together[f"{up}_scale_2"] == together[f"{gate}_scale_2"] == torch.tensor(100.0) / 2688
+    assert alone[f"{up}_scale_2"] == weights[up].float().abs().amax() / 2688 != alone[f"{gate}_scale_2"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_that_is_not_finite_is_hidden_by_quantising(kind: str, value: float, tmp_path: Path) -> None:
+    weights = dense(kind)
+    path = write_checkpoint(tmp_path / "made", quantised(weights, kind), kind)
+    weights["model.layers.0.mlp.up_proj.weight"][17, 3] = value
+    found = sent(QuantizedAdapter(ModuleAdapter(weights), path))
+    strange = {
+        name for name, tensor in found.items() if tensor.is_floating_point() and not tensor.float().isfinite().all()
+    }
+    assert any(name.startswith("model.layers.0.mlp.up_proj.") for name in strange), strange
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -239,15 +334,34 @@ def test_a_checkpoint_that_has_what_cannot_be_made_of_weights_is_refused_by_name
     made = quantised(dense(), "fp8 per channel")
     name = "model.layers.0.mlp.up_proj"
     cases: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-        "measured": ({f"{name}.input_scale": torch.ones(1)}, f"{name}.input_scale"),
-        "one scale": ({f"{name}.weight_scale": torch.ones(1)}, f"{name}.weight"),
+        "asymmetric": ({f"{name}.weight_zero_point": torch.ones(130, 1)}, f"{name}.weight_zero_point"),
+        "smoothed": ({f"{name}.pre_quant_scale": torch.ones(36)}, f"{name}.pre_quant_scale"),
+        "two scales": ({f"{name}.weight_global_scale": torch.ones(1)}, f"{name}.weight"),
+        "other rows": ({f"{name}.weight_scale": torch.ones(65, 1)}, f"{name}.weight"),
+        "no scale": ({f"{name}.other_weight": torch.ones(2, 2).to(FP8)}, f"{name}.other_weight"),
+        "bytes": ({f"{name}.weight": torch.ones(130, 18, dtype=torch.uint8)}, f"{name}.weight"),
+        "mxfp4": (
+            {
+                f"{name}.weight_packed": torch.ones(2, 32, dtype=torch.uint8),
+                f"{name}.weight_scale": torch.ones(2, 2, dtype=torch.uint8),
+            },
+            f"{name}.weight",
+        ),
         "stacked": ({"experts.up_proj": torch.ones(2, 4, 4).to(FP8)}, "experts.up_proj"),
-        "packed": ({f"{name}.weight_packed": torch.ones(2, 2, dtype=torch.int32)}, f"{name}.weight_packed"),
+        "packed": ({f"{name}.weight_packed": torch.ones(2, 2, dtype=torch.int32)}, f"{name}.weight"),
     }
     for case, (more, named) in cases.items():
         path = write_checkpoint(tmp_path / case, made | more, "fp8 per channel")
         with pytest.raises(ArgumentError, match=rf"can't be made of the trainer's weights: {named}"):
-            schemes_of(path)
+            read_checkpoint(path)
+
+
+def test_a_checkpoint_whose_weights_are_rotated_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoints / "nvfp4", path := tmp_path / "rotated")
+    about = config_of("nvfp4") | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}
+    (path / "config.json").write_text(json.dumps({"quantization_config": about}))
+    with pytest.raises(ArgumentError, match="its weights are rotated"):
+        read_checkpoint(path)
 
 
 def test_four_bits_that_lie_in_bytes_are_refused(tmp_path: Path) -> None:
@@ -256,27 +370,27 @@ def test_four_bits_that_lie_in_bytes_are_refused(tmp_path: Path) -> None:
     about["config_groups"]["group_0"]["weights"]["num_bits"] = 4
     (path / "config.json").write_text(json.dumps({"quantization_config": about}))
     with pytest.raises(ArgumentError, match=r"can't be made of the trainer's weights: model\.layers\.0\."):
-        schemes_of(path)
+        read_checkpoint(path)
 
 
 def test_a_model_of_images_and_text_may_say_it_of_its_text_alone(checkpoints: Path, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "nested", quantised(dense(), "fp8 in blocks"), "fp8 in blocks")
     (path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": config_of("fp8 in blocks")}}))
-    assert schemes_of(path) == schemes_of(checkpoints / "fp8 in blocks")
+    assert read_checkpoint(path) == read_checkpoint(checkpoints / "fp8 in blocks")
 
 
 def test_a_checkpoint_that_is_not_quantised_or_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="can't be read"):
-        schemes_of(tmp_path / "nowhere")
+        read_checkpoint(tmp_path / "nowhere")
     path = write_checkpoint(tmp_path / "plain", dense(), "fp8 in blocks")
-    with pytest.raises(ArgumentError, match="no weight in FP8, INT8 or INT4"):
-        schemes_of(path)
+    with pytest.raises(ArgumentError, match="no weight in FP8, INT8, INT4, NVFP4 or MXFP8"):
+        read_checkpoint(path)
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ArgumentError, match="quant_method 'awq'"):
-        schemes_of(path)
+        read_checkpoint(path)
     (path / "config.json").write_text(json.dumps({"quantization_config": ["fp8"]}))
     with pytest.raises(ArgumentError, match="can't be read"):
-        schemes_of(path)
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +413,7 @@ def test_a_config_of_another_form_is_refused_by_the_place_that_is_wrong(
     about["quantization_config"][entry] = value
     (tmp_path / "other" / "config.json").write_text(json.dumps(about))
     with pytest.raises(ArgumentError, match=rf"can't be read: ValidationError: .*{where}"):
-        schemes_of(tmp_path / "other")
+        read_checkpoint(tmp_path / "other")
 
 
 def test_a_model_that_is_not_the_checkpoints_is_refused_and_says_why(checkpoints: Path) -> None:

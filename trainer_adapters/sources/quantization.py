@@ -1,238 +1,213 @@
-"""How a quantised checkpoint keeps its weights: which ones, in which blocks, and the values that stand for a matrix.
+"""How a weight is kept in fewer bits: its blocks, their scales, and the values that stand for it.
 
-Schemes whose numbers follow from one block of the weight alone:
+Each scheme is bit for bit what the format's own tools make of weights in float32:
 
-- FP8 in blocks (`quant_method: fp8` with `weight_block_size`, as DeepSeek and Qwen publish): a scale for each block,
-  `amax / 448`, under `NAME_scale_inv`; with `scale_fmt: ue8m0`, or scales of that dtype, the next power of two. The formula is
+- `FP8InBlocks`, as DeepSeek and Qwen publish: a scale for each block, `amax / 448`, or the next power of two. The formula is
   that of vLLM's `per_block_cast_to_fp8`.
-- compressed-tensors with 8 bits, FP8 or INT8, symmetric, a scale per output channel or per block, under `NAME_scale`: `amax` over
-  half the range of the type, rounded to the scale's dtype; the formula is that of its `calculate_qparams`.
-- compressed-tensors with INT4, symmetric, in groups of columns (`pack-quantized`, as Kimi-K2 is published): `amax / 7`, at least
-  1e-5, and values from -7 to 7. This is the grid on which slime and miles train (quantisation-aware training), not that of
-  `calculate_qparams`, which divides by 7.5. Eight values lie in an int32, the first in its lowest bits.
-
-What a whole layer must know (one scale per tensor, which engines share between fused layers), what is measured (scales of
-activations), and floating-point formats in fewer bits are not made.
+- `EightBits`: FP8 or INT8, symmetric, a scale per output channel, per block or per tensor: `amax` over half the range of the
+  type, rounded to the scale's dtype. The formula is that of compressed-tensors' `calculate_qparams`, and ModelOpt's.
+- `MXFP8` (OCP Microscaling Formats 1.0): blocks of 32 columns, each with an exponent, the least by which no value is cut off. The
+  formula is that of vLLM's `mxfp8_e4m3_quantize`. The specification's own, `floor(log2(amax)) - 8`, cuts values off.
+- `PackedInt4`, symmetric, in groups of columns: `amax / 7`, at least 1e-5, and values from -7 to 7. This is the grid on which
+  slime and miles train (quantisation-aware training), not that of `calculate_qparams`, which divides by 7.5. Eight values lie in
+  an int32, the first in its lowest bits.
+- `NVFP4`: groups of 16 columns with scales in FP8, and one scale for the matrix, by which the largest of them becomes 448. Two
+  values lie in a byte, the first in its lower half. Formulas: compressed-tensors' `generate_gparam` and `calculate_qparams`, and
+  ModelOpt's `NVFP4QTensor`; they differ in what a group of zeros gets.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, NamedTuple
 
-import msgspec
 import torch
 
-from inference_plugin.wire.checkpoint_headers import checkpoint_directory, read_headers
-from inference_plugin.wire.errors import ArgumentError, first_few
 from inference_plugin.wire.manifest import TensorSpec
-from inference_plugin.wire.tensors import dtype_name
+from inference_plugin.wire.tensors import torch_dtype
 
-Headers: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+__all__ = [
+    "FP8",
+    "EightBits",
+    "FP8InBlocks",
+    "MXFP8",
+    "NVFP4",
+    "PackedInt4",
+    "Scales",
+    "Scheme",
+    "block_maxima",
+    "largest",
+    "quantize",
+]
 
-__all__ = ["Scheme", "block_maxima", "quantize", "schemes_of"]
-
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8, LARGEST_FP4, LARGEST_INT4 = 448.0, 6.0, 7
 LEAST_AMAX = 1e-4
 """A block of FP8 whose values are all smaller gets the scale of this one."""
-
-LARGEST_INT4, LEAST_INT4_SCALE = 7, 1e-5
+LEAST_INT4_SCALE = 1e-5
 INT4_ZERO = 8
 """What is added to a value of INT4 before it is packed."""
-IN_A_WORD = 8
-"""How many values of INT4 are in an int32."""
+LEAST_FP8 = 2.0**-9
+EXPONENT_BIAS = 127
+EXPONENT_OF_NAN = 255
 
 ELEMENTS_AT_ONCE, ELEMENTS_ON_A_DEVICE = 1 << 19, 1 << 24
 """How many elements are in float32 at a time, unless one row of blocks has more."""
 
-FP8, INT8, PACKED = torch.float8_e4m3fn, torch.int8, torch.int32
-SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-MEASURED = (
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "weight_zero_point",
-    "weight_global_scale",
-    "weight_g_idx",
-)
 
+class Scales(NamedTuple):
+    """Of the blocks of a matrix or of a part of it, `(down, across)`."""
 
-class _Weights(msgspec.Struct):
-    """What compressed-tensors says of the weights of a group of layers."""
-
-    num_bits: int = 8
-    type: str = "int"
-    symmetric: bool = True
-    strategy: str | None = None
-    group_size: int | None = None
-    block_structure: list[int] | None = None
-
-
-class _Group(msgspec.Struct):
-    weights: _Weights | None = None
-
-
-class _About(msgspec.Struct):
-    """`quantization_config`, as far as it tells of weights."""
-
-    quant_method: str | None = None
-    weight_block_size: list[int] | None = None
-    scale_fmt: str | None = None
-    config_groups: dict[str, _Group] | None = None
-
-    def weights(self, bits: int) -> list[_Weights]:
-        """Those that have so many bits. Fewer than 8 may lie in bytes, too."""
-        found = [group.weights for group in (self.config_groups or {}).values()]
-        return [one for one in found if one is not None and one.num_bits == bits]
+    stored: torch.Tensor
+    """As the checkpoint has them, in its dtype."""
+    factors: torch.Tensor
+    """Float32: what values are divided by, or multiplied with (`Scheme.multiplies`), before they are rounded."""
+    of_matrix: torch.Tensor | None = None
+    """Float32, one number: the scale that the whole matrix has beside them."""
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """How one weight of shape `(rows, columns)` is kept: the dtype of its values (int32 where INT4 is packed), and the rows and
-    columns of a block.
+class Scheme(ABC):
+    """How one weight of shape `(rows, columns)` is kept; `block`: rows and columns that share a scale.
 
-    `tensors`: those that the checkpoint has of it: the values, the scales and, where values are packed, the weight's shape.
-    `reciprocal`: values are multiplied by the scale's reciprocal, as vLLM does for FP8 in blocks, and not divided by it.
+    `tensors`: those that the checkpoint has of it: the values, the scales and, for NVFP4, the scale of the matrix.
+    `shares`: set where the largest value of the whole matrix is asked for. The weights of which it is the same share
+    one: engines keep them in one matrix.
     """
 
     shape: tuple[int, int]
-    dtype: torch.dtype
     block: tuple[int, int]
-    scales_dtype: torch.dtype
     tensors: tuple[TensorSpec, ...]
-    power_of_two: bool = False
-    reciprocal: bool = False
+    shares: str | None = None
 
-    @property
-    def in_a_word(self) -> int:
-        """How many columns of the weight are one of the tensor of values."""
-        return IN_A_WORD if self.dtype == PACKED else 1
+    in_a_number: ClassVar[int] = 1
+    """How many columns of the weight are one of the tensor of values."""
+    multiplies: ClassVar[bool] = False
 
     @property
     def grid(self) -> tuple[int, int]:
         """How many blocks the weight has, down and across."""
         return math.ceil(self.shape[0] / self.block[0]), math.ceil(self.shape[1] / self.block[1])
 
-    def scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scales, for `quantize`, of blocks whose largest absolute values are `amax` (float32). INT4 is divided by scales in
-        float32, which are rounded to `scales_dtype` as they are stored; the others are rounded before."""
-        if self.dtype == PACKED:
-            return (amax / LARGEST_INT4).clamp(LEAST_INT4_SCALE)
-        if self.reciprocal:
-            scale = amax.clamp(LEAST_AMAX) / torch.finfo(self.dtype).max
-        else:
-            scale = amax / (127.5 if self.dtype == INT8 else torch.finfo(self.dtype).max)
+    @property
+    def one_scale(self) -> bool:
+        """Whether the matrix has one scale and no other."""
+        return self.shares is not None and len(self.tensors) == 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the stored values."""
+        return torch_dtype(self.tensors[0].dtype)
+
+    @property
+    def scales_dtype(self) -> torch.dtype:
+        return torch_dtype(self.tensors[1].dtype)
+
+    @abstractmethod
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        """Those of blocks whose largest absolute values are `amax` (float32). `of_matrix`: the largest of the whole matrix, and
+        of those that it shares a scale with; `NVFP4` needs it."""
+
+    @abstractmethod
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        """The stored values of `scaled` ones: float32, which may be overwritten."""
+
+
+@dataclass(frozen=True)
+class FP8InBlocks(Scheme):
+    power_of_two: bool = False
+    multiplies: ClassVar[bool] = True
+
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        scale = amax.clamp(LEAST_AMAX) / LARGEST_FP8
         if self.power_of_two:
             scale = torch.pow(2.0, torch.ceil(torch.log2(scale)))
         scale = scale.to(self.scales_dtype)
-        if not self.reciprocal and not self.power_of_two:
-            scale = torch.where(scale == 0, torch.finfo(self.scales_dtype).eps, scale)
-        return scale
+        return Scales(scale, 1.0 / scale.float())
+
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        return scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
-def schemes_of(checkpoint: str | Path) -> dict[str, Scheme]:
-    """The scheme of each weight that a checkpoint keeps quantised, by name.
+@dataclass(frozen=True)
+class EightBits(Scheme):
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        dtype = self.scales_dtype
+        scale = (amax / (LARGEST_FP8 if self.dtype == FP8 else 127.5)).to(dtype)
+        scale = torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+        return Scales(scale, scale.float())
 
-    `checkpoint`: a directory with `config.json` and safetensors files, or a name in the hub of which this machine has a copy.
-    Raises `ArgumentError` if it can't be read, is not quantised, or has what can't be made of the trainer's weights.
-    """
-    try:
-        directory = checkpoint_directory(str(checkpoint))
-        config = json.loads((directory / "config.json").read_text())
-        parts = (config, config.get("text_config") or {})  # as engines do: the model of the text alone may have it
-        given = (one.get("quantization_config") or one.get("compression_config") for one in parts)
-        about = msgspec.convert(next(filter(None, given), {}), _About)
-        headers = read_headers(directory)
-    except Exception as error:
-        raise ArgumentError(
-            f"the quantised checkpoint {str(checkpoint)!r} can't be read: {type(error).__name__}: {error}",
-            hint="give the directory of the checkpoint that the engine was started from; a name of the hub is found if this "
-            "machine has a copy (`hf download`)",
-        ) from error
-    if about.quant_method not in ("fp8", "compressed-tensors"):
-        raise ArgumentError(
-            f"{directory} has quant_method {about.quant_method!r} in its config.json; weights are quantised as 'fp8' in blocks "
-            "has them, and 'compressed-tensors' in 8 bits or packed INT4",
-            hint="serve the checkpoint in the trainer's dtype and let the engine quantise it, or send tensors in the engine's "
-            "format by ExportAdapter",
-        )
-    found: dict[str, Scheme] = {}
-    strange: list[str] = []
-    for name, (_, dtype) in headers.items():
-        weight = name.removesuffix("_packed")
-        if name.rpartition(".")[2] in MEASURED:
-            strange.append(name)
-        elif weight != name or dtype in (FP8, INT8):
-            if (scheme := _packed(weight, about, headers) if weight != name else _scheme(name, about, headers)) is None:
-                strange.append(name)
-            else:
-                found[weight] = scheme
-    if strange:
-        raise ArgumentError(
-            f"{directory} has tensors that can't be made of the trainer's weights: {first_few(sorted(strange))}",
-            hint="what can be made: FP8 in blocks with weight_scale_inv, 8 bits of compressed-tensors with scales per channel or "
-            "block, and its packed INT4 in groups; symmetric, activations scaled while the engine runs",
-        )
-    if not found:
-        raise ArgumentError(f"{directory} has no weight in FP8, INT8 or INT4 with scales")
-    return found
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        if self.dtype == FP8:
+            return scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+        return scaled.round_().clamp_(-128, 127).to(torch.int8)
 
 
-def _scheme(name: str, about: _About, headers: Headers) -> Scheme | None:
-    shape, dtype = headers[name]
-    in_blocks = about.quant_method == "fp8"
-    scales = f"{name}_scale_inv" if in_blocks else f"{name}_scale"
-    scales_shape, scales_dtype = headers.get(scales, ((), torch.bool))
-    if len(shape) != 2 or scales_dtype not in SCALES or (in_blocks and dtype != FP8):
-        return None
-    for block in _blocks(shape, about):
-        grid = tuple(math.ceil(size / width) for size, width in zip(shape, block, strict=True))
-        if scales_shape == grid or (grid[1] == 1 and scales_shape == grid[:1]):
-            return Scheme(
-                (shape[0], shape[1]),
-                dtype,
-                block,
-                scales_dtype,
-                _specs(headers, name, scales),
-                power_of_two=about.scale_fmt == "ue8m0" or scales_dtype == torch.float8_e8m0fnu,
-                reciprocal=in_blocks,
-            )
-    return None
+@dataclass(frozen=True)
+class MXFP8(Scheme):
+    """The exponents are stored with a bias of 127, as uint8 or float8_e8m0fnu, which is the same."""
+
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        exponents = torch.ceil(torch.log2(amax.clamp(torch.finfo(torch.float32).tiny) / LARGEST_FP8)) + EXPONENT_BIAS
+        finite = exponents.isfinite()
+        stored = torch.where(finite, exponents.clamp(0, EXPONENT_OF_NAN - 1), EXPONENT_OF_NAN).to(torch.uint8)
+        factors = torch.where(finite, torch.exp2(stored.float() - EXPONENT_BIAS), torch.nan)
+        return Scales(stored.view(self.scales_dtype), factors)
+
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        return scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
-def _packed(name: str, about: _About, headers: Headers) -> Scheme | None:
-    parts = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
-    if any(len(headers.get(part, ((), None))[0]) != dims for part, dims in zip(parts, (2, 2, 1), strict=True)):
-        return None
-    (words, dtype), (grid, scales_dtype) = headers[parts[0]], headers[parts[1]]
-    if dtype != PACKED or scales_dtype not in SCALES:
-        return None
-    shape = words[0], words[1] * IN_A_WORD
-    for group in about.weights(4):
-        width = group.group_size or 0
-        if (group.strategy, group.type, group.symmetric) != ("group", "int", True):
-            continue
-        if width > 0 and width % IN_A_WORD == shape[1] % width == 0 and grid == (shape[0], shape[1] // width):
-            return Scheme(shape, dtype, (1, width), scales_dtype, _specs(headers, *parts))
-    return None
+@dataclass(frozen=True)
+class PackedInt4(Scheme):
+    in_a_number: ClassVar[int] = 8
+
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        scale = (amax / LARGEST_INT4).clamp(LEAST_INT4_SCALE)
+        return Scales(scale.to(self.scales_dtype), scale)  # values are divided before scales are rounded
+
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        codes = scaled.round_().clamp_(-LARGEST_INT4, LARGEST_INT4).add_(INT4_ZERO)
+        return _in_pairs(codes).view(torch.int32)
 
 
-def _specs(headers: Headers, *names: str) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, dtype_name(headers[name][1]), headers[name][0]) for name in names)
+@dataclass(frozen=True)
+class NVFP4(Scheme):
+    divides: bool = False
+    """The scale of the matrix divides, as compressed-tensors writes it; ModelOpt's multiplies."""
+    in_a_number: ClassVar[int] = 2
+
+    def scales(self, amax: torch.Tensor, of_matrix: torch.Tensor | None = None) -> Scales:
+        assert of_matrix is not None
+        if self.divides:
+            whole = LARGEST_FP8 * LARGEST_FP4 / of_matrix.clamp(torch.finfo(torch.float32).tiny)
+            whole = torch.where(whole.isinf(), 1.0, whole)  # a matrix of zeros
+            scale = (whole * (amax / LARGEST_FP4)).clamp(max=LARGEST_FP8).to(FP8)
+            scale = torch.where(scale.float() == 0, torch.finfo(FP8).eps, scale.float())
+            return Scales(scale.to(FP8), scale / whole, whole)
+        whole = torch.where(of_matrix == 0, 1.0, of_matrix / (LARGEST_FP8 * LARGEST_FP4))
+        scale = (amax / (LARGEST_FP4 * whole)).clamp(LEAST_FP8, LARGEST_FP8)
+        scale = torch.where(amax == 0, 1.0, scale).to(FP8)
+        return Scales(scale, scale.float() * whole, whole)
+
+    def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
+        negative = torch.signbit(scaled)
+        size = scaled.abs_().clamp_(max=LARGEST_FP4)
+        # Steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even code, as hardware rounds.
+        codes = (size * 2).round_()
+        codes = torch.minimum(codes, size.round().add_(2))
+        codes = torch.minimum(codes, size.div_(2).round_().add_(4))
+        return _in_pairs(codes.add_(negative, alpha=8))
 
 
-def _blocks(shape: tuple[int, ...], about: _About) -> list[tuple[int, int]]:
-    """The blocks that a weight may be divided into, as the config says."""
-    if about.quant_method == "fp8":
-        sizes = [about.weight_block_size]
-    else:
-        sizes = [[1, shape[1]] for one in about.weights(8) if one.strategy == "channel" and one.symmetric]
-        sizes += [one.block_structure for one in about.weights(8) if one.strategy == "block"]
-    return [(size[0], size[1]) for size in sizes if size is not None and len(size) == 2 and min(size) > 0]
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Codes from 0 to 15, as bytes of two, the first one below: `(rows, columns / 2)` in uint8."""
+    pairs = codes.to(torch.int8).view(torch.int16)
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)  # of two bytes, the lower one is kept
 
 
 def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
@@ -247,15 +222,19 @@ def block_maxima(values: torch.Tensor, at: tuple[int, int], block: tuple[int, in
     return torch.cat(rows)
 
 
-def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: torch.Tensor) -> torch.Tensor:
-    """The stored values of a part of a weight that begins at `at`; `scales`: those of the blocks that it touches, of
-    `Scheme.scale`. Where values are packed, the part begins and ends at a multiple of `Scheme.in_a_word` columns."""
-    shape = (values.shape[0], values.shape[1] // scheme.in_a_word)
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of a matrix: float32, one number. NaN if it has NaN."""
+    return block_maxima(values, (0, 0), (1, values.shape[1])).amax()
+
+
+def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, factors: torch.Tensor) -> torch.Tensor:
+    """The stored values of a part of a weight that begins at `at`; `factors`: those of the blocks that it touches, of
+    `Scheme.scales`. Where values are packed, the part begins and ends at a multiple of `Scheme.in_a_number` columns."""
+    shape = (values.shape[0], values.shape[1] // scheme.in_a_number)
     made = torch.empty(shape, dtype=scheme.dtype, device=values.device)
-    factors = 1.0 / scales.float() if scheme.reciprocal else scales.float()
     (top, left), (height, width) = at, scheme.block
     whole = left % width == 0 and values.shape[1] % width == 0
-    for first, last in _spans(values, top, height):
+    for first, last in _spans(values, top, 1 if factors.shape[0] == 1 else height):
         factor = factors[(top + first) // height - top // height : math.ceil((top + last) / height) - top // height]
         if 1 < len(factor) < last - first:
             factor = _expanded(factor, top + first, last - first, height, 0)
@@ -264,16 +243,8 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, scales: 
             blocks, factor = torch.unflatten(part, 1, (-1, width)), factor[:, :, None]
         else:
             blocks, factor = part, _expanded(factor, left, values.shape[1], width, 1)
-        part = (blocks.mul_(factor) if scheme.reciprocal else blocks.div_(factor)).view_as(part)
-        if scheme.dtype == PACKED:
-            codes = part.round_().clamp_(-LARGEST_INT4, LARGEST_INT4).add_(INT4_ZERO).to(torch.int8).view(torch.int16)
-            part = (codes >> 4).bitwise_or_(codes).to(torch.uint8).view(PACKED)  # of two bytes, the lower one is kept
-        elif scheme.dtype == INT8:
-            part = part.round_().clamp_(-128, 127)
-        else:
-            largest = torch.finfo(scheme.dtype).max
-            part = part.clamp_(-largest, largest)
-        made[first:last] = part
+        scaled = blocks.mul_(factor) if scheme.multiplies else blocks.div_(factor)
+        made[first:last] = scheme.rounded(scaled.view_as(part))
     return made
 
 

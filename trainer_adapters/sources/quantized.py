@@ -7,41 +7,27 @@ from the largest value of all of them: before the first slice, the ranks look at
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import logging
+import itertools
 import math
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from inference_plugin.devices import start_thread
-from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ArgumentError, ErrorInfo, ManifestMismatch, WeightwireError, first_few
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
-from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.exchange import OwnGroup, exchange_bytes
-from trainer_adapters.sources.left_behind import leave
-from trainer_adapters.sources.quantization import Scheme, block_maxima, quantize, schemes_of
+from trainer_adapters.sources.quantization import Scheme, block_maxima, largest, quantize
+from trainer_adapters.sources.quantized_checkpoint import read_checkpoint
+from trainer_adapters.sources.telling import Telling
 
 __all__ = ["QuantizedAdapter"]
-
-logger = logging.getLogger(__name__)
-
-
-class _Told(msgspec.Struct):
-    """What a rank tells the others: of which tensors it has slices that end within a block, or its error."""
-
-    cut: list[int] = []
-    error: ErrorInfo | None = None
 
 
 class QuantizedAdapter(WrappingSource):
@@ -73,7 +59,8 @@ class QuantizedAdapter(WrappingSource):
             )
         self._source: WeightSource = source
         self._checkpoint = str(checkpoint)
-        self._schemes = schemes_of(checkpoint)
+        read = read_checkpoint(checkpoint)
+        self._schemes, self._kept = read.schemes, read.kept
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
         self._ranks = OwnGroup(process_group) if together else None
         self._check_alike()
@@ -81,8 +68,10 @@ class QuantizedAdapter(WrappingSource):
         self._manifest = Manifest(())
         self._quantised: dict[int, Scheme] = {}
         self._places: tuple[int, ...] = ()
+        self._beside: dict[int, str] = {}
         self._maxima: dict[int, torch.Tensor] = {}
-        self._told: threading.Thread | None = None
+        self._largest: dict[int, torch.Tensor] = {}
+        self._telling = Telling(self._ranks)
 
     def configure(self, config: Config) -> None:
         super().configure(config)
@@ -102,7 +91,7 @@ class QuantizedAdapter(WrappingSource):
         for box in claimed:
             found.append(self._placed(box))
             if (scheme := self._quantised.get(box.tensor)) is not None and (scales := self._scales_box(box, scheme)):
-                found += [scales, *self._shape_box(box)]
+                found += [scales, *map(self._whole, self._with_first_value(box))]
         return tuple(found)
 
     def made_together(self) -> frozenset[int]:
@@ -114,23 +103,26 @@ class QuantizedAdapter(WrappingSource):
     def expect_reads(self, times: int) -> None:
         # Tensors whose blocks are cut are looked at before: then the source is read once more for each time.
         # Whether another rank's are is not known yet.
-        super().expect_reads(2 * times if self._ranks is not None or self._cut() else times)
+        before = self._ranks is not None or self._wholes() or self._cut()
+        super().expect_reads(2 * times if before else times)
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
         ours = {self._manifest.tensors[index].name for index in self._made()}
         return super().adopt_dtypes({name: dtype for name, dtype in rules.items() if name not in ours})
 
     def _made(self) -> set[int]:
-        """The tensors, by index in the manifest, that this adapter makes of quantised weights."""
-        return {
+        """The tensors, by index in the manifest, that this adapter makes."""
+        made = {
             self._places[index] + i for index, scheme in self._quantised.items() for i in range(len(scheme.tensors))
         }
+        return made.union(self._beside)
 
     def _check_alike(self) -> None:
         """Collective; raises `ArgumentError` if ranks read different schemes: parts of a block would get different scales."""
         if self._ranks is None:
             return
-        mine = hashlib.sha256(repr(sorted(self._schemes.items())).encode()).digest()
+        kept = sorted((name, str(values.dtype), values.tolist()) for name, values in self._kept.items())
+        mine = hashlib.sha256(repr((sorted(self._schemes.items()), kept)).encode()).digest()
         with self._ranks.used() as group:
             everyone = exchange_bytes(mine, group)
         if apart := [rank for rank, one in enumerate(everyone) if one != everyone[0]]:
@@ -179,11 +171,13 @@ class QuantizedAdapter(WrappingSource):
                 hint="the source must have the checkpoint's names: see rename= of the adapters",
                 side="trainer",
             )
-        self._plain, self._places, self._quantised = plain, tuple(places), quantised
+        beside = dict(enumerate(_kept_beside(plain, self._kept), len(tensors)))
+        tensors += [TensorSpec(n, dtype_name(self._kept[n].dtype), tuple(self._kept[n].shape)) for n in beside.values()]
+        self._plain, self._places, self._quantised, self._beside = plain, tuple(places), quantised, beside
         self._manifest = Manifest(tuple(tensors), plain.tied)
 
     def slices(self) -> Iterator[LocalSlice]:
-        self._maxima = self._exchanged()
+        self._maxima, self._largest = self._exchanged()
         yield from super().slices()
 
     def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
@@ -199,25 +193,30 @@ class QuantizedAdapter(WrappingSource):
                 known = self._maxima.get(box.tensor)
                 if known is None and not anew and _cuts(box, scheme):
                     continue  # the beginning of a copy: the rest of its last blocks is gone
-                if known is not None:
+                of_matrix = self._largest[box.tensor].to(values.device) if scheme.shares is not None else None
+                if scheme.one_scale and of_matrix is not None:
+                    maxima = of_matrix.reshape(1, 1)
+                elif known is not None:
                     maxima = known[_touched(box, scheme)].to(values.device)
                 else:
                     maxima = block_maxima(values, at, scheme.block)
-                scales = scheme.scale(maxima)
-                made = quantize(values, at, scheme, scales)
+                scales = scheme.scales(maxima, of_matrix)
+                made = quantize(values, at, scheme, scales.factors)
                 del values
             yield LocalSlice(self._placed(box), made)
+            device = made.device
             del made
             if own := self._scales_box(box, scheme):
                 rows, columns = (
                     slice(math.ceil(start / width) - start // width, None)
                     for start, width in zip(at, scheme.block, strict=True)
                 )
-                kept = scales[rows, columns].to(scheme.scales_dtype)
-                yield LocalSlice(own, kept.reshape(own.sizes).contiguous())
-                for shape in self._shape_box(box):
-                    dtype = torch_dtype(self._manifest.tensors[shape.tensor].dtype)
-                    yield LocalSlice(shape, torch.tensor(scheme.shape, dtype=dtype, device=kept.device))
+                yield LocalSlice(own, scales.stored[rows, columns].reshape(own.sizes).contiguous())
+                for place in self._with_first_value(box):
+                    one = self._kept[self._beside[place]] if place in self._beside else scales.of_matrix
+                    assert one is not None
+                    whole = self._whole(place)
+                    yield LocalSlice(whole, one.to(device).reshape(whole.sizes))
 
     def _values(self, item: LocalSlice) -> torch.Tensor:
         """A slice's values in the dtype in which the source would send them."""
@@ -227,9 +226,9 @@ class QuantizedAdapter(WrappingSource):
     def _placed(self, box: Box) -> Box:
         """Where a box of the source's manifest lies in ours. Raises `ManifestMismatch` if it cuts a number that values share."""
         place, scheme = self._places[box.tensor], self._quantised.get(box.tensor)
-        if scheme is None or scheme.in_a_word == 1:
+        if scheme is None or scheme.in_a_number == 1:
             return Box(place, box.offsets, box.sizes)
-        (top, left), (rows, columns), width = box.offsets, box.sizes, scheme.in_a_word
+        (top, left), (rows, columns), width = box.offsets, box.sizes, scheme.in_a_number
         if left % width or columns % width:
             raise ManifestMismatch(
                 f"a shard of {self._manifest.tensors[place].name} has columns {left} to {left + columns - 1}; {width} of them "
@@ -239,10 +238,17 @@ class QuantizedAdapter(WrappingSource):
             )
         return Box(place, (top, left // width), (rows, columns // width))
 
-    def _shape_box(self, box: Box) -> list[Box]:
-        """The shape that goes with a box of a weight whose values are packed: with the first one."""
-        first = box.offsets == (0, 0) and len(self._quantised[box.tensor].tensors) == 3
-        return [Box(self._places[box.tensor] + 2, (0,), (2,))] if first else []
+    def _with_first_value(self, box: Box) -> list[int]:
+        """The tensors, by index in our manifest, that go with a box of a quantised weight if it has the first value: the scale of
+        the matrix and, with the first of these weights, what the checkpoint has beside them."""
+        if any(box.offsets):
+            return []
+        of_matrix = [self._places[box.tensor] + i for i in range(2, len(self._quantised[box.tensor].tensors))]
+        return of_matrix + (list(self._beside) if box.tensor == next(iter(self._quantised)) else [])
+
+    def _whole(self, place: int) -> Box:
+        shape = self._manifest.tensors[place].shape
+        return Box(place, (0,) * len(shape), shape)
 
     def _scales_box(self, box: Box, scheme: Scheme) -> Box | None:
         """The scales that go with a box of a weight: of the blocks whose first value it has. None if there are none."""
@@ -267,36 +273,38 @@ class QuantizedAdapter(WrappingSource):
             self._placed(box)  # or it raises
         return {box.tensor for box in boxes if _cuts(box, self._quantised[box.tensor])}
 
-    def _exchanged(self) -> dict[int, torch.Tensor]:
-        """The largest absolute value of each block, of the tensors of which some rank has parts of blocks, by the tensor's index
-        in the source's manifest. Collective; raises on all ranks what one of them raises."""
-        if self._told is not None:
-            self._told.join()  # it ends with the group's time limit
-        if self._ranks is not None:
-            self._ranks.renew()
-        with self._telling() as told:
-            told.cut = sorted(self._cut())
-        grids = {tensor: self._quantised[tensor].grid for tensor in told.cut}
+    def _wholes(self) -> list[int]:
+        """The quantised tensors, by index in the source's manifest, of whose values the largest is asked for."""
+        return [index for index, scheme in self._quantised.items() if scheme.shares is not None]
+
+    def _exchanged(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """The largest absolute value of each block, of the tensors of which some rank has parts of blocks; and that of the whole
+        matrix, with those that it shares a scale with, where it is asked for. Both by the tensor's index in the source's
+        manifest. Collective; raises on all ranks what one of them raises."""
+        self._telling.begin()
+        with self._telling.what_all_need() as needed:
+            needed |= self._cut()
+        cut = sorted(needed)
+        grids = [(tensor, self._quantised[tensor].grid) for tensor in cut]
+        grids += [(tensor, (1, 1)) for tensor in self._wholes()]
         if not grids:
-            return {}
-        flat = torch.zeros(sum(map(math.prod, grids.values())), device="cpu")
-        parts = torch.split(flat, [math.prod(grid) for grid in grids.values()])
-        found = {tensor: part.view(grid) for (tensor, grid), part in zip(grids.items(), parts, strict=True)}
-        seen = dict.fromkeys(grids, 0)
-        with self._telling(), torch.no_grad():
+            return {}, {}
+        flat = torch.zeros(sum(math.prod(grid) for _, grid in grids), device="cpu")
+        parts = torch.split(flat, [math.prod(grid) for _, grid in grids])
+        views = [(tensor, part.view(grid)) for (tensor, grid), part in zip(grids, parts, strict=True)]
+        found, tops = dict(views[: len(cut)]), dict(views[len(cut) :])
+        seen = dict.fromkeys([tensor for tensor, _ in grids], 0)
+        with self._telling.what_all_need(), torch.no_grad():
             for item in self._source.slices():
-                if (maxima := found.get(item.box.tensor)) is not None:
-                    scheme, at = self._quantised[item.box.tensor], (item.box.offsets[0], item.box.offsets[1])
-                    own = block_maxima(self._values(item), at, scheme.block).nan_to_num(nan=math.inf, posinf=math.inf)
-                    touched = _touched(item.box, scheme)
-                    maxima[touched] = torch.maximum(maxima[touched], own.cpu())
-                    seen[item.box.tensor] += item.tensor.numel()
+                if (tensor := item.box.tensor) in seen:
+                    self._look(item, found.get(tensor), tops.get(tensor))
+                    seen[tensor] += item.tensor.numel()
         sums = torch.tensor(list(seen.values()), device="cpu")
         if self._ranks is not None:
             with self._ranks.used() as group:
                 dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
                 dist.all_reduce(sums, group=group)
-        counted = zip(grids, sums.tolist(), strict=True)
+        counted = zip(seen, sums.tolist(), strict=True)
         if parts_only := [t for t, held in counted if held != math.prod(self._quantised[t].shape)]:
             names = [self._manifest.tensors[self._places[tensor]].name for tensor in parts_only]
             raise ManifestMismatch(
@@ -304,41 +312,21 @@ class QuantizedAdapter(WrappingSource):
                 hint="make it after torch.distributed is initialised, for all ranks that send parts (process_group=)",
                 side="trainer",
             )
-        return found
+        shared: dict[str | None, torch.Tensor] = {}
+        for tensor, top in tops.items():
+            shares = self._quantised[tensor].shares
+            shared[shares] = torch.maximum(shared.get(shares, top), top)
+        return found, {tensor: shared[self._quantised[tensor].shares].reshape(()) for tensor in tops}
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[_Told]:
-        """What this rank does, and then tells the others; what it yields has afterwards what all of them told. A rank that fails
-        raises its error at once, and tells it; all raise it: none waits in a collective for a rank that doesn't come."""
-        told = _Told()
-        try:
-            yield told
-        except BaseException as error:
-            if self._ranks is not None:
-                rank = dist.get_rank(self._ranks.group)
-                told.error = WeightwireError.wrap(error).at(side="trainer", rank=rank).info()
-                # Beside it: the others may still be in collectives of the source, which miss this rank.
-                self._told = start_thread(functools.partial(self._tell, told), name="weightwire-telling")
-                leave(self._told)
-            raise
-        if self._ranks is None:
-            return
-        everyone = self._exchange(told)
-        if failed := next((one.error for one in everyone if one.error is not None), None):
-            raise WeightwireError.of(failed)
-        told.cut = sorted({tensor for one in everyone for tensor in one.cut})
-
-    def _tell(self, told: _Told) -> None:
-        try:
-            self._exchange(told)
-        except WeightwireError as error:
-            logger.warning("weightwire: this rank can't tell the others that it failed: %s", error)
-
-    def _exchange(self, told: _Told) -> list[_Told]:
-        assert self._ranks is not None
-        with self._ranks.used() as group:
-            everyone = exchange_bytes(msgspec.msgpack.encode(told), group)
-        return [decode_as(one, _Told) for one in everyone]
+    def _look(self, item: LocalSlice, maxima: torch.Tensor | None, top: torch.Tensor | None) -> None:
+        """Enters what a slice has, into the largest values of blocks and into that of the matrix."""
+        scheme, values = self._quantised[item.box.tensor], self._values(item)
+        if maxima is not None:
+            own = block_maxima(values, (item.box.offsets[0], item.box.offsets[1]), scheme.block)
+            touched = _touched(item.box, scheme)
+            maxima[touched] = torch.maximum(maxima[touched], _countable(own))
+        if top is not None:
+            torch.maximum(top, _countable(largest(values)), out=top)
 
 
 def _touched(box: Box, scheme: Scheme) -> tuple[slice, slice]:
@@ -351,8 +339,20 @@ def _touched(box: Box, scheme: Scheme) -> tuple[slice, slice]:
 
 
 def _cuts(box: Box, scheme: Scheme) -> bool:
-    """Whether a box of a weight begins or ends within a block."""
-    return any(
+    """Whether a box of a weight begins or ends within a block that has a scale of its own."""
+    return not scheme.one_scale and any(
         at % width or ((at + size) % width and at + size != length)
         for at, size, width, length in zip(box.offsets, box.sizes, scheme.block, scheme.shape, strict=True)
     )
+
+
+def _countable(maxima: torch.Tensor) -> torch.Tensor:
+    """On the CPU, with infinity for NaN, which a collective may lose."""
+    return maxima.nan_to_num(nan=math.inf, posinf=math.inf).cpu()
+
+
+def _kept_beside(plain: Manifest, kept: Iterable[str]) -> list[str]:
+    """The names of those tensors that belong to modules which `plain` has weights of, and that it hasn't itself."""
+    names = {spec.name for spec in plain.tensors}
+    modules = {module for name in names for module in itertools.accumulate(name.split(".")[:-1], "{}.{}".format)}
+    return [name for name in kept if name not in names and name.rpartition(".")[0] in modules]
