@@ -2,7 +2,8 @@
 
 Each rank quantises the slices that it holds; nothing is gathered. The scale of a block that several slices have parts of follows
 from the largest value of all of them: before the first slice, the ranks look at such tensors and exchange the largest values
-(collective, four bytes for each block). The rank with a block's first value sends its scale.
+(collective, four bytes for each block). So they do for a scale of a whole matrix. The rank with a block's first value sends its
+scale.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ class QuantizedAdapter(WrappingSource):
     """A source that sends what `source` sends, with the weights quantised that `checkpoint` has quantised.
 
     `source`: any other source, with the checkpoint's names; its weights are in float32, bfloat16 or float16, in any sharding.
-    `checkpoint`: what the engine was started from, a directory or a name in the hub of which this machine has a copy; only
-    `config.json` and the headers of its files are read. Taken are FP8 in blocks (`quant_method: fp8`, with
-    `weight_block_size`), 8-bit weights of compressed-tensors (FP8, INT8) with symmetric scales per channel or block, and its
-    packed INT4 in symmetric groups; the formulas are in `trainer_adapters.sources.quantization`.
+    `checkpoint`: what the engine was started from, a directory or a name in the hub of which this machine has a copy. Taken are
+    FP8 and INT8 with symmetric scales per block, channel or tensor, INT4 in groups, NVFP4 and MXFP8, as DeepSeek, Qwen,
+    compressed-tensors and ModelOpt write them (`trainer_adapters.sources.quantized_checkpoint`); the formulas are in
+    `trainer_adapters.sources.quantization`.
 
-    Each quantised weight travels as the tensors that the checkpoint has of it. A weight is quantised from its value in
+    Each quantised weight travels as the tensors that the checkpoint has of it; what was measured (scales of activations and
+    caches) travels with it as the checkpoint has it. A weight is quantised from its value in
     the dtype in which `source` would send it, in float32.
 
     Make it on every rank of `process_group` (default: torch.distributed's), in the same order as other process groups: it
