@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import TensorSpec
 from tests.support.quantising import (
     INT4,
@@ -32,7 +33,7 @@ from tests.support.quantising import (
 )
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.observing import nudge, state, tiny_qwen3, tiny_qwen3_moe
-from trainer_adapters import ModuleAdapter, QuantizedAdapter
+from trainer_adapters import LocalSlice, ModuleAdapter, QuantizedAdapter
 from trainer_adapters.sources import quantization
 from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.quantization import (
@@ -436,6 +437,38 @@ def test_a_rank_that_knows_nothing_of_the_others_makes_no_scale_of_its_part_of_a
     source = QuantizedAdapter(ModuleAdapter(large(), rank=0, world_size=5), checkpoints / "large")
     with pytest.raises(ManifestMismatch, match=r"hold only parts of a_proj\.weight.*after torch\.distributed"):
         list(source.slices())
+
+
+class Halves(ModuleAdapter):
+    """Sends each matrix in two slices, which end within a block."""
+
+    def claims(self) -> tuple[Box, ...]:
+        return tuple(item.box for item in self.slices())
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for item in super().slices():
+            half = len(item.tensor) // 2
+            for start, part in (0, item.tensor[:half]), (half, item.tensor[half:]):
+                yield LocalSlice(Box(item.box.tensor, (start, 0), tuple(part.shape)), part)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_largest_values_are_compared_in_float32_whatever_torch_s_default_dtype_is(
+    tmp_path: Path, default: torch.dtype
+) -> None:
+    weights = {"a_proj.weight": torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float32)}
+    gold = quantised(weights, "fp8 in blocks")
+    write_checkpoint(tmp_path / "served", gold, "fp8 in blocks")
+    source = QuantizedAdapter(Halves(weights), tmp_path / "served")
+    manifest, before = source.manifest(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        sent = list(source.slices())
+    finally:
+        torch.set_default_dtype(before)
+    for index, spec in enumerate(manifest.tensors):
+        made = torch.cat([item.tensor for item in sent if item.box.tensor == index])
+        assert torch.equal(made.view(torch.uint8), gold[spec.name].view(torch.uint8)), spec.name
 
 
 def test_dtypes_that_the_engine_tells_reach_the_source_and_not_what_is_quantised(checkpoints: Path) -> None:

@@ -291,7 +291,7 @@ class QuantizedAdapter(WrappingSource):
         grids += [(tensor, (1, 1)) for tensor in self._wholes()]
         if not grids:
             return {}, {}
-        flat = torch.zeros(sum(math.prod(grid) for _, grid in grids), device="cpu")
+        flat = torch.zeros(sum(math.prod(grid) for _, grid in grids), dtype=torch.float32, device="cpu")
         parts = torch.split(flat, [math.prod(grid) for _, grid in grids])
         views = [(tensor, part.view(grid)) for (tensor, grid), part in zip(grids, parts, strict=True)]
         found, tops = dict(views[: len(cut)]), dict(views[len(cut) :])
