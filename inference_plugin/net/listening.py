@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import socket
 import stat
 import time
@@ -81,11 +82,7 @@ class Listener:
             self._bind_first(listen, waits_for_room)
         except zmq.ZMQError as error:
             self.close()
-            raise AuthError(
-                f"{_given_as(listen)}{listen}: {error.strerror or error}",
-                hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
-                phase="start",
-            ) from error
+            raise _unbound(listen, error) from error
         except BaseException:
             self.close()
             raise
@@ -245,21 +242,39 @@ def make_private(directory: Path, *, of_root_too: bool = False) -> None:
 
 
 def check_own_address() -> None:
-    """Raises `AuthError` if this process may not listen where `WEIGHTWIRE_LISTEN` says."""
-    if (address := listens_on()) != "ipc":
-        check_listen_address(address)
+    """Raises `AuthError` if this process may not listen where `WEIGHTWIRE_LISTEN` says, or if this host has no such address. A
+    port that is in use is no error: an engine that runs may have it."""
+    if (address := listens_on()) == "ipc":
+        return
+    check_listen_address(address)
+    if address.startswith("tcp://"):
+        host = address.rpartition(":")[0]
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+            probe.setsockopt(zmq.IPV6, int(host.startswith("tcp://[")))
+            try:
+                probe.bind(f"{host}:*")
+            except zmq.ZMQError as error:
+                raise _unbound(address, error) from error
 
 
 def check_listen_address(address: str) -> None:
-    """Raises `AuthError` for an address that other hosts could reach without a key, or that does not tell them where to
-    connect, `ArgumentError` for what is no text."""
+    """Raises `AuthError` for text that is no address, for an address that other hosts could reach without a key, or that does
+    not tell them where to connect, `ArgumentError` for what is no text."""
     if not isinstance(address, str):
         raise ArgumentError(
             f"the address {address!r:.300} is a {type(address).__name__}", hint="such as 'tcp://127.0.0.1:*'"
         )
-    scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    if scheme == "ipc" or (scheme == "tcp" and _is("loopback", host)):
+    if address.startswith("ipc://"):
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not (address.startswith("tcp://") and host and _is_port(port)):
+        raise AuthError(
+            f"{_given_as(address)}{address} is no address to listen on",
+            hint="tcp://HOST:PORT with a port up to 65535, or * for a free one: tcp://127.0.0.1:*, tcp://eth0:*",
+            phase="start",
+        )
+    host = host.removeprefix("[").removesuffix("]")
+    if _is("loopback", host):
         return
     if job_key() is None:
         raise AuthError(
@@ -268,12 +283,25 @@ def check_listen_address(address: str) -> None:
             f"{VARIABLE} to a file of `weightwire keygen`",
             phase="start",
         )
-    if scheme != "tcp" or not host or host == "*" or _is("unspecified", host):
+    if host == "*" or _is("unspecified", host):
         raise AuthError(
             f"{_given_as(address)}{address} doesn't say where others find it",
             hint="name the address, or the interface, that other hosts reach: tcp://10.0.0.5:*, tcp://eth0:*",
             phase="start",
         )
+
+
+def _is_port(text: str) -> bool:
+    """libzmq takes a larger port modulo 65536."""
+    return text == "*" or (re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) < 1 << 16)
+
+
+def _unbound(listen: str, error: zmq.ZMQError) -> AuthError:
+    return AuthError(
+        f"{_given_as(listen)}{listen}: {zmq.strerror(error.errno or errno.EINVAL)}",
+        hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
+        phase="start",
+    )
 
 
 def _given_as(address: str) -> str:

@@ -451,6 +451,9 @@ def test_doctor_tells_of_a_key_addresses_and_a_card_that_nobody_can_use(director
     assert "/nowhere/key can't be read" in key and "/nowhere/key can't be read" in listening
     code, doctor = run("doctor", WEIGHTWIRE_LISTEN="tcp://*:*")
     assert code == 1 and "can be reached from outside this host without authentication" in doctor["problems"][-1]
+    curve.make_key(directory / "key")
+    code, doctor = run("doctor", WEIGHTWIRE_KEY=str(directory / "key"), WEIGHTWIRE_LISTEN="tcp://192.0.2.1:*")
+    assert code == 1 and "WEIGHTWIRE_LISTEN=tcp://192.0.2.1:*: Cannot assign" in doctor["problems"][-1]
 
 
 @pytest.mark.parametrize("no_colour", ["", "1"])
