@@ -161,9 +161,9 @@ def _undo(plan: CommitPlan, standing: Standing, failed: WeightwireError) -> Step
         raise CommitFailed(f"{where}; undone on all ranks") from failed
     yield from tear(plan, standing, _words(torn))
     hint = torn.hint if isinstance(torn, PeerLost) else ""
-    first = f"{failed.message}; the way back failed: "  # so a rank's own words begin
+    first = f"{failed.message}; the roll-back failed: "  # so a rank's own words begin
     why = torn.message.removeprefix(first)
-    raise TornReplica(f"{where}; and the way back failed: {why}", hint=hint)
+    raise TornReplica(f"{where}; and the roll-back failed: {why}", hint=hint)
 
 
 def tear(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:

@@ -133,7 +133,7 @@ def undone(group: WeightUpdateGroup, event: Undone) -> None:
     """The previous version is served again. Raises `TornReplica`, after the change, if the group is torn."""
     reason = event.reason
     if event.error is not None:
-        tear(group, f"{reason}; the way back failed: {event.error}")
+        tear(group, f"{reason}; the roll-back failed: {event.error}")
         raise TornReplica(group.detail)
     if group.transaction is not None:
         group.remember(group.transaction.txn, CommitFailed(reason))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK = 32
 KINDS = ("int8 per channel", "fp8 in blocks", INT4, "nvfp4", "modelopt fp8", "modelopt nvfp4", "mxfp8")
-"""With kernels of vLLM's for CPUs: the first and the third. It multiplies NVFP4 and MXFP8 as on a GPU without a kernel for them."""
+"""The first and third have kernels of vLLM's for CPUs. NVFP4 and MXFP8 it multiplies as on a GPU without a kernel for them."""
 
 
 @pytest.fixture(scope="module")

@@ -385,7 +385,7 @@ def test_states_are_known_without_asking_and_told_as_they_change(start: Start, a
             asked.clear()
             torn = {status.replica: status for status in manager.replicas()}[rig.replica]
             assert (torn.state, torn.engine, torn.version) == ("torn", "plain", None)
-            assert "the way back failed" in torn.reason
+            assert "the roll-back failed" in torn.reason
             assert seen(manager, other, "current", 2) and asked == []
             manager.update(source(3), 3)
             assert states(manager) == {rig.replica: ("current", 3), other.replica: ("current", 3)}

@@ -491,7 +491,7 @@ def test_a_way_back_that_fails_too_tears_the_replica_until_the_next_full_update(
     with pytest.raises(TornReplica) as caught:
         manager.update(source(2), 2)
     assert str(caught.value).count("the test lets 'install' fail") == 1
-    assert "the way back failed" in rig.ask("state")["refusal"]
+    assert "the roll-back failed" in rig.ask("state")["refusal"]
     (card,) = manager.discover()
     assert card.state == "torn"
     manager.update(source(2), 2)

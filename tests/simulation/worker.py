@@ -247,7 +247,7 @@ class SimulatedInstaller:
         worker = self._worker
         if worker.fault("fail undo") is not None:
             worker.live = Live("nobody knows", "")
-            raise CommitFailed("the way back failed")
+            raise CommitFailed("the roll-back failed")
         if not self._touched:
             return
         self._touched = False

@@ -207,7 +207,7 @@ def test_a_torn_replica_refuses_before_anybody_is_told_and_whether_or_not_its_ca
     control = Control(failing("install", "undo"))
     coordinator = coordinator_of(control, 1)
     path = unwritable(coordinator, kind)
-    with pytest.raises(TornReplica, match="install failed; and the way back failed: undo failed"):
+    with pytest.raises(TornReplica, match="install failed; and the roll-back failed: undo failed"):
         commit(coordinator)
     assert control.refusal == "group 'policy': undo failed" and control.escaped == []
     assert control.asked == ["check", "install", "undo", "refuse", "tear"]

@@ -313,7 +313,7 @@ def test_a_group_that_could_not_be_undone_is_torn_until_a_full_update(worker: Wo
     group = worker.table.named("policy")
     group.check_sealed("t2", 2)
     worker.installer.fail["undo"] = RuntimeError("no way back")
-    said = "half; the way back failed: RuntimeError: no way back"
+    said = "half; the roll-back failed: RuntimeError: no way back"
     with pytest.raises(TornReplica, match=said):
         group.undo("half")
     assert (worker.status().state, worker.status().detail) == ("torn", said)

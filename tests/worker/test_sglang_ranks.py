@@ -212,7 +212,7 @@ def test_a_commit_takes_four_collectives_and_a_failed_one_is_undone_or_torn_by_a
 
         replica.order((1, "install", "before"), (0, "undo", "before"))
         (turn,) = replica.during(
-            lambda: fails(TornReplica, "and the way back failed: .* planned fault: undo on rank 0")
+            lambda: fails(TornReplica, "and the roll-back failed: .* planned fault: undo on rank 0")
         )
         assert turn["asked"] == ["refuse", "resume here"] and "planned fault: undo on rank 0" in turn["refusal"]
         assert replica.card.state == "torn"
