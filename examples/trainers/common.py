@@ -32,7 +32,7 @@ def begin(about: str | None, *checkpoints: str, **sizes: int) -> argparse.Namesp
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("it is started by torchrun, as above")
+        parser.error("start it by torchrun, as --help shows")
     if torch.cuda.is_available():  # first: what follows, NCCL among it, takes the current device for this rank's own
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
