@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -641,6 +642,15 @@ def test_a_worker_that_closes_tells_the_pool_at_once_and_takes_its_rows_along(po
     with pytest.raises(PeerLost, match="left the pool"):
         running.result(LONG_S)
     assert pool.stats().workers == pool.stats().ready == 0 and pool.stats().lost == 2
+
+
+def test_a_worker_that_closes_after_its_pool_waits_for_no_answer(pools: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pool = pools()
+    with LocalWorker():
+        assert pool.submit("ready", {}).result(LONG_S)
+        pool.close()
+    assert "works for pool" in caplog.text and "could not leave" not in caplog.text
 
 
 def test_the_worker_forgets_tasks_that_their_consumers_cleared(

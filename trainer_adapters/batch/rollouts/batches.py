@@ -104,7 +104,7 @@ class BatchWaiters:
         if self._withdraw(waiter):
             stats, failure = self._stats(), self._machine.last_failure
             failed = f"{stats.failed} have failed" + (
-                "" if failure is None else f", the last: {str(failure)[:FAILURE_CHARS]}"
+                "" if failure is None else f", the last: {failure.message[:FAILURE_CHARS]}"
             )
             raise SyncTimeout(
                 f"{stats.ready} of {n} rollouts are ready after {timeout_s:g} s; {stats.running} tasks run, "

@@ -219,9 +219,10 @@ class Connections:
         pools, self.pools = list(self.pools.values()), {}
         for pool in pools:
             with self._lock:
-                known, orders = pool.link.pool, pool.link.give_up()
+                has_left = not pool.link.pool or pool.link.has_left
+                orders = pool.link.give_up()
             try:
-                if known and pool.is_connected:
+                if pool.is_connected and not has_left:
                     self._leave(pool)
             except WeightwireError as error:
                 logger.info("weightwire: rollout worker %s could not leave: %s", pool.link.worker, error)

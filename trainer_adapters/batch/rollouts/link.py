@@ -98,6 +98,11 @@ class PoolLink:
         self.announced = tuple(ref for ref in self.announced if ref not in settled)
         return tuple(sorted(ref.task_id for ref in settled))
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the pool has stopped, and this worker has left it: nobody listens there any more."""
+        return self.stopped and not self.finished
+
     def wants(self, ref: TaskRef, era: int) -> bool:
         """Whether the result of an attempt that runs is still wanted."""
         return era == self.era and ref in self.running and ref not in self.cancelled
