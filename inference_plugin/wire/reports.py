@@ -203,7 +203,7 @@ class PauseReport(_Shown, frozen=True):
         counts: dict[str, int] = {}
         for one in self.replicas:
             counts[one.state] = counts.get(one.state, 0) + 1
-        heading = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no replicas (not rank 0)"
+        heading = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no replicas"
         rows = [
             (
                 one.replica,

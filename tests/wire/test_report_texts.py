@@ -77,7 +77,7 @@ def test_a_pause_is_printed_with_the_memory_that_is_released() -> None:
         "  vllm-1   vllm  asleep  released: weights",
         "  vllm-22  vllm  failed                     PeerLost: the process is gone -- restart it",
     ]
-    assert str(PauseReport(())) == "no replicas (not rank 0)"
+    assert str(PauseReport(())) == "no replicas"
 
 
 @pytest.mark.parametrize("report", [UPDATE, VERIFY, PAUSE])
