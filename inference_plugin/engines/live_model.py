@@ -88,8 +88,9 @@ class LiveModel:
             for name, module in skeleton.named_modules()
         }
         self.lock = threading.Lock()
-        self.updated: set[str] = set()
-        """Storages, by key, that an update has written since the engine started."""
+        self.updated: dict[str, int] = {}
+        """Storages, by key, that an update has written since the engine started; as `written_at`."""
+        self._writes = 0
         self._last_proof = LastProof()
         self._stepping = False
         self._stepped_at_s = -math.inf
@@ -142,11 +143,12 @@ class LiveModel:
         return self
 
     def note_updated(self, keys: Iterable[str]) -> None:
-        self.updated.update(keys)
+        self._writes += 1
+        self.updated.update(dict.fromkeys(keys, self._writes))
         self._last_proof.agreement = None  # it may leave to the engine what is written here
 
-    def was_updated(self, key: str) -> bool:
-        return key in self.updated
+    def written_at(self, key: str) -> int:
+        return self.updated.get(key, 0)
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}

@@ -50,8 +50,8 @@ class TogetherModel(LiveModel):
         for key in keys:
             (self._draft if key.startswith(DRAFT_NAMES) else self._served).note_updated([_own(key)])
 
-    def was_updated(self, key: str) -> bool:
-        return (self._draft if key.startswith(DRAFT_NAMES) else self._served).was_updated(_own(key))
+    def written_at(self, key: str) -> int:
+        return (self._draft if key.startswith(DRAFT_NAMES) else self._served).written_at(_own(key))
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {**self._served.checkpoint(), **_prefixed(self._draft.checkpoint())}

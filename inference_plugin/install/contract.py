@@ -96,10 +96,10 @@ class EngineModel(Protocol):
         """In words, other weights that the engine computes with and that an update of this model doesn't change; "" if none."""
 
     def note_updated(self, keys: Iterable[str]) -> None:
-        """An update writes these storages."""
+        """An update is about to write these storages, or has."""
 
-    def was_updated(self, key: str) -> bool:
-        """Whether an update has written this storage since the engine started."""
+    def written_at(self, key: str) -> int:
+        """Which `note_updated` since the engine started last named this storage, counted from 1; 0 for none."""
 
     @property
     def boundary(self) -> Boundary:

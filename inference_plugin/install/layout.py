@@ -69,6 +69,8 @@ class LiveLayout:
         """Rebuilt modules whose post-processing reduces over the ranks: they are rebuilt at the commit."""
         self.beforehand = tuple(name for name in self.rebuilt if name not in self.reducing)
         """Rebuilt modules that are rebuilt before the commit, while the engine decodes."""
+        self.others = tuple(sorted(set().union(*map(self._keys_of, self.rebuilt)) & self._plain - self.written))
+        """Plain storages, by key, from which modules are rebuilt and that the group leaves to others."""
         self.unaccounted = sorted(placed - self._plain - own_form)
         """Storages that the engine holds in another form, which its post-processing doesn't explain."""
         self.rebuilt_placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
@@ -161,7 +163,7 @@ class LiveLayout:
         each update makes anew: whether the update takes the constructor's value, as a load does that doesn't write it."""
         key, module = self._key_of[parameter], parameter.rpartition(".")[0]
         anew = module in self.rebuilt and key in self._model.constants
-        return key not in self.written and (not self._model.was_updated(key) if key in self._plain else anew)
+        return key not in self.written and (not self._model.written_at(key) if key in self._plain else anew)
 
     def halved(self) -> list[str]:
         """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""
@@ -229,15 +231,13 @@ class LiveLayout:
         """The live storages that the group writes."""
         return {key: storage for key, storage in self.live_storages().items() if key in self.written}
 
-    def keep_gaps(self, second: StandbyWeights) -> None:
-        """Engine's thread: copies the live values of elements that the group leaves unwritten in a storage that it writes."""
-        if not self.gaps:
-            return
-        live, storages = self.live_storages(), second.storages
-        for key, gaps in self.gaps.items():
-            if key in storages:
-                for start, stop in gaps:
-                    storages[key][start:stop].copy_(live[key][start:stop])
+    def keep_gaps(self, storages: Mapping[str, torch.Tensor]) -> None:
+        """Copies the live values of elements that the group leaves unwritten in a storage that it writes: before modules are
+        rebuilt from these storages, and again at the commit, because others may write such elements."""
+        live = self.live_storages() if self.gaps else {}
+        for key in self.gaps.keys() & storages.keys():
+            for start, stop in self.gaps[key]:
+                storages[key][start:stop].copy_(live[key][start:stop])
 
     def second_set(self, storages: Mapping[str, torch.Tensor], modules: list[RebuiltModule]) -> StandbyWeights:
         """The set that replaces the live storages by `storages`, by key, and modules by rebuilt ones. Made in the background, so
@@ -307,7 +307,7 @@ class LiveLayout:
 
     def operands(self, module: str, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
         """This rank's part of what the module's post-processing reduces over the ranks."""
-        return operands(self._post, module, self._trials[module], updated)
+        return operands(self._post, module, self._trials[module], updated, self._plain)
 
     def rebuild(self, module: str, updated: Mapping[str, torch.Tensor], shares: Sequence[Share] = ()) -> RebuiltModule:
         """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`. `shares`: those of all ranks, for

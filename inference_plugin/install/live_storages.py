@@ -60,10 +60,17 @@ class LiveStorages:
             key = self.key_of.get(name)
             if key is None or key in found:
                 continue
-            storage, shape = flat(tensor), self.shapes[key]
-            if storage.dtype == shape.dtype and storage.numel() == shape.numel() and storage.numel():
+            if self._has_form(key, storage := flat(tensor)):
                 found[key] = storage
         return found
+
+    def is_unchanged(self, key: str) -> bool:
+        """Whether `unchanged` has this storage."""
+        return key in self.tensors and self._has_form(key, flat(self.tensors[key]))
+
+    def _has_form(self, key: str, storage: torch.Tensor) -> bool:
+        shape = self.shapes[key]
+        return storage.dtype == shape.dtype and storage.numel() == shape.numel() and bool(storage.numel())
 
     def device_of(self, key: str) -> torch.device:
         held = self.tensors.get(key)

@@ -79,7 +79,7 @@ class LoaderInstaller(_FilledByLoader):
         self._reducing = {
             name: {key: every[key] for key in self._layout.rebuilt_keys(name)} for name in self._layout.reducing
         }
-        modules = list(self._rebuild(self._layout.beforehand, every, storages, throttle))
+        modules = self._make_beforehand(every, storages, throttle)
         self._note_operands(every, lambda _: storages, throttle)
         return storages, modules
 

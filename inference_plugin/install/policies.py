@@ -32,7 +32,7 @@ from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Copies, Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.install.trial_load import poison
-from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica, first_few
 from inference_plugin.wire.geometry import Box
 
 __all__ = ["CopyInstaller", "PolicyInstaller", "StandbyInstaller", "Tensors", "WayBack", "poisoned_like"]
@@ -73,6 +73,8 @@ class PolicyInstaller(abc.ABC):
         """What this rank sends to the others for the prepared update, by module."""
         self._known: dict[tuple[str, frozenset[str]], Copies] = {}
         """What `_bind` has found out, by module and storages."""
+        self._made_from: tuple[int, ...] | None = None
+        """When others had written the storages from which modules were rebuilt beforehand."""
 
     def check(self, segment: torch.Tensor) -> None:
         """Raises `ManifestMismatch` if the bytes are such that the order of a load would decide what the engine holds."""
@@ -97,8 +99,10 @@ class PolicyInstaller(abc.ABC):
     def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
         self._way_back.shares_before, self._way_back.shares = self._way_back.shares, shares_of(shares)
         self._drain()  # steps that the engine has queued still read the old weights
+        self._check_made()
         self._model.note_updated(self._layout.written)
         self._put(segment)
+        self._model.note_updated(self._layout.written)  # another group's preparation may have read some of it meanwhile
         self._drain()  # the segment may be written again from here on
 
     def undo(self, previous: torch.Tensor | None) -> None:
@@ -107,6 +111,7 @@ class PolicyInstaller(abc.ABC):
             self._way_back.shares, self._way_back.shares_before = self._way_back.shares_before, None
         if self._way_back.touched:
             self._put_back(previous)
+            self._model.note_updated(self._layout.written)
             self._drain()
             self._way_back.touched = False
 
@@ -194,6 +199,26 @@ class PolicyInstaller(abc.ABC):
             del memory
             return_memory()
             throttle()
+
+    def _make_beforehand(self, sources: Tensors, storages: Tensors, throttle: Throttle) -> list[RebuiltModule]:
+        """The modules that are rebuilt while the engine decodes. `storages`: as for `_rebuild`."""
+        self._layout.keep_gaps(storages)
+        self._made_from = self._others_written()
+        return list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
+
+    def _check_made(self) -> None:
+        """Raises `CommitFailed` if another group has written what modules were rebuilt from beforehand."""
+        made_from, self._made_from = self._made_from, None
+        if made_from not in (None, self._others_written()):
+            raise CommitFailed(
+                "another group has written parameters from which modules of this update were made: "
+                f"{first_few(self._layout.others)}",
+                hint="update again, or put these parameters into one group",
+                phase="commit",
+            )
+
+    def _others_written(self) -> tuple[int, ...]:
+        return tuple(map(self._model.written_at, self._layout.others))
 
     def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:
         """Notes what this rank sends to the others for the modules that are rebuilt at the commit. `plain`: returns, by module,
@@ -304,7 +329,7 @@ class StandbyInstaller(PolicyInstaller):
     ) -> list[RebuiltModule]:
         """Copies what the plan places into the second set, and makes the rebuilt modules."""
         self._bind("", sources, storages).run(between=throttle)
-        modules = list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
+        modules = self._make_beforehand(sources, storages, throttle)
         self._note_operands(sources, lambda _: storages, throttle)
         return modules
 
@@ -314,7 +339,7 @@ class StandbyInstaller(PolicyInstaller):
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
         """A storage for each plain storage that the group writes: those that were swapped out last, or new ones, which start as
-        0xFF. Elements that the group leaves unwritten are copied from the live storages at the commit."""
+        0xFF."""
         own = {} if self._spare is not None else self._layout.own_storages()
         self._check_fits(sum(t.nbytes for t in own.values()) + self._layout.rebuilt_nbytes)
         spare, self._spare = self._spare, None
@@ -327,7 +352,8 @@ class StandbyInstaller(PolicyInstaller):
             self._prepared.modules += self._make_at_commit(segment, self._prepared.storages)
         prepared, self._prepared = self._prepared, None
         prepared.check_current()
-        self._layout.keep_gaps(prepared)
+        if self._layout.gaps:
+            self._layout.keep_gaps(prepared.storages)
         self._way_back.touched = True
         try:
             self._way_back.replaced = self._layout.swap(prepared)

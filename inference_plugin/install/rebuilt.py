@@ -93,12 +93,14 @@ def before_writing(tensor: torch.Tensor) -> torch.Tensor:
         raise CommitFailed(f"no memory for the values that were there: {error}", phase="commit") from error
 
 
-def operands(post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
-    """This rank's operands in the reductions over the ranks by post-processing of `module`. `updated`: an update's storages by
-    key."""
+def operands(
+    post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor], plain: Collection[str]
+) -> list[Operand]:
+    """This rank's operands in the reductions over the ranks by post-processing of `module`. `updated`, `plain`: as for
+    `rebuild`."""
     noted = Noted(limit=trial.reductions)
     try:
-        post.finish(module, post.stand_in(module, post.weights(updated), noted), noted)
+        post.finish(module, post.stand_in(module, post.weights(updated, plain), noted), noted)
     except AllNoted:
         return noted.operands
     raise EngineUnsupported(
@@ -121,7 +123,7 @@ def rebuild(
     post-processing reduces over the ranks. Raises `EngineUnsupported` if post-processing sets something that it did not set in
     its trial.
     """
-    stand_in = post.stand_in(module, post.weights(updated), answers)
+    stand_in = post.stand_in(module, post.weights(updated, plain), answers)
     post.finish(module, stand_in, answers)
     live = post.live_modules[module]
     rebuilt = RebuiltModule(module, inner=trial.inner, constant=trial.constant)

@@ -35,7 +35,7 @@ class StagedInstaller(CopyInstaller):
         memory = self._memory
         upload = self._kept("memory", segment.data_ptr(), memory, lambda: self._bind("", sources, memory))
         upload.run(between=throttle)
-        modules = list(self._rebuild(self._layout.beforehand, sources, memory, throttle))
+        modules = self._make_beforehand(sources, memory, throttle)
         self._note_operands(sources, lambda _: memory, throttle)
         self._staged = self._kept("within", 0, live, lambda: self._bind_within(memory, live)), modules
         return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes

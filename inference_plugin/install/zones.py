@@ -74,7 +74,7 @@ class ZoneInstaller(StandbyInstaller):
         loaded = {key: storages.pop(key) for key in self._layout.rebuilding}
         self._fill_constants(storages)
         self._check_fits(self._layout.rebuilt_nbytes)
-        return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
+        return storages, self._make_beforehand(loaded, storages, throttle)
 
     def _reading(self, placements: list[Placement]) -> list[Placement]:
         return in_place(placements)

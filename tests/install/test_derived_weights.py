@@ -14,7 +14,7 @@ from torch import nn
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported
 from inference_plugin.wire.messages import BoxDigest
 from tests.install.installing import segment_of, update
 from tests.support.plain_engine import manifest_of
@@ -250,3 +250,74 @@ def test_a_trial_of_post_processing_is_refused_with_both_numbers_before_it_takes
     engine.left_bytes += 1
     ModelInstaller(engine).open(manifest, "copy", partial=False)
     assert "layers.0" in noted
+
+
+class Scales:
+    """A quantisation method that derives a tensor from two parameters, and leaves both as they are."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.scaled = layer.get_parameter("weight").detach() * layer.get_parameter("scale").detach()
+
+
+class Scaled(nn.Module):
+    """The constructor gives `scale` a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Scales()
+        self.weight = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(SIZE), requires_grad=False)
+
+
+class ScaledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled()
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.layer.get_parameter(name).data.copy_(tensor)
+
+
+class ScaledEngine(LiveModel):
+    post_processing = Scales
+
+    def __init__(self) -> None:
+        live = ScaledModel()
+        live.load_weights({"weight": torch.full((SIZE,), 1.0), "scale": torch.full((SIZE,), 3.0)}.items())
+        live.layer.quant_method.process_weights_after_loading(live.layer)
+        super().__init__(live, torch.device("cpu"), *build_skeleton(ScaledModel, torch.no_grad()))
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_is_derived_of_a_part_and_of_a_parameter_outside_it_takes_that_one_as_the_engine_has_it(
+    policy: str,
+) -> None:
+    """The checkpoint filled it, not the constructor."""
+    engine, manifest = ScaledEngine(), manifest_of({"weight": torch.zeros(SIZE)})
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=True)
+    for value in (5.0, 6.0):
+        update(installer, manifest, {"weight": torch.full((SIZE,), value)})
+        assert engine.live.layer.scaled.tolist() == [3.0 * value] * SIZE  # type: ignore[union-attr, operator]
+
+
+def test_an_update_whose_modules_were_made_before_another_group_wrote_is_refused_and_changes_nothing() -> None:
+    engine, parts = ScaledEngine(), ["weight", "scale"]
+    manifests = {name: manifest_of({name: torch.zeros(SIZE)}) for name in parts}
+    installers = {name: ModelInstaller(engine) for name in parts}
+    for name in parts:
+        installers[name].open(manifests[name], "standby", partial=True)
+    segment = segment_of({"weight": torch.full((SIZE,), 5.0)}, manifests["weight"])
+    installers["weight"].prepare(segment, lambda: None)
+    update(installers["scale"], manifests["scale"], {"scale": torch.full((SIZE,), 4.0)})
+    with pytest.raises(CommitFailed, match=r"another group has written .* modules .* were made: layer\.scale"):
+        installers["weight"].install(segment)
+    installers["weight"].undo(None)
+    installers["weight"].discard()
+    assert engine.live.layer.scaled.tolist() == [4.0] * SIZE  # type: ignore[union-attr, operator]
+    update(installers["weight"], manifests["weight"], {"weight": torch.full((SIZE,), 6.0)})
+    assert engine.live.layer.scaled.tolist() == [24.0] * SIZE  # type: ignore[union-attr, operator]

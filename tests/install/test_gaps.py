@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -11,8 +11,13 @@ from torch import nn
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.negotiation import agree
+from inference_plugin.install.policies import WayBack
+from inference_plugin.install.staged import StagedInstaller
 from inference_plugin.wire.errors import ManifestMismatch
-from tests.install.installing import update
+from inference_plugin.wire.manifest import Manifest
+from tests.install.installing import segment_of, update
+from tests.install.test_zones import Zoned
 from tests.support.plain_engine import manifest_of
 
 ROWS, HELD = 4, 8
@@ -99,11 +104,13 @@ class Padded(nn.Module):
 
 
 class PaddedEngine(LiveModel):
+    model: type[nn.Module] = Padded
+
     def __init__(self, *more: str) -> None:
         self.tensors = {name: torch.full((ROWS,), 1.0) for name in ("table", *more)}
-        live = Padded()
-        live.load_weights(self.tensors.items())
-        super().__init__(live, torch.device("cpu"), *build_skeleton(Padded, torch.no_grad()))
+        live = self.model()
+        live.load_weights(self.tensors.items())  # type: ignore[operator]
+        super().__init__(live, torch.device("cpu"), *build_skeleton(self.model, torch.no_grad()))
 
     def free_bytes(self) -> int:
         return 1 << 30
@@ -132,3 +139,67 @@ def test_a_part_of_a_parameter_that_the_engines_checkpoint_may_fill_must_be_sent
         ManifestMismatch, match=r"no tensor of the manifest fills these parameters: table \(4 elements\)"
     ):
         installer.open(manifest_of({"table": torch.zeros(ROWS)}), "copy", partial=False)
+
+
+class Doubles:
+    """A quantisation method that derives a tensor from all of a parameter, and leaves the parameter as it is."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.doubled = layer.table.detach() * 2  # type: ignore[union-attr, operator]
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Padded()
+        self.inner.quant_method = Doubles()  # type: ignore[assignment]
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.inner.load_weights(tensors)
+
+
+class DoubledEngine(PaddedEngine):
+    model, post_processing = Doubled, Doubles
+
+    def __init__(self, *more: str) -> None:
+        super().__init__(*more)
+        Doubles().process_weights_after_loading(self.live.inner)  # type: ignore[arg-type]
+
+
+def updates(
+    how: str, model: LiveModel, manifest: Manifest, *, partial: bool
+) -> Callable[[Mapping[str, torch.Tensor]], None]:
+    """A function that installs these tensors and confirms them."""
+    if how == "zone":
+        zoned = Zoned(model, manifest, partial=partial)
+        return lambda tensors: zoned.update(tensors, [manifest.whole(0)])
+    if how == "staged":  # as on a device with room for a second set
+        installer: StagedInstaller | ModelInstaller = StagedInstaller(
+            agree(model, manifest, partial=partial), WayBack()
+        )
+    else:
+        installer = ModelInstaller(model)
+        installer.open(manifest, how, partial=partial)
+
+    def install(tensors: Mapping[str, torch.Tensor]) -> None:
+        segment = segment_of(dict(tensors), manifest)
+        installer.prepare(segment, lambda: None)
+        installer.install(segment)
+        installer.finish()
+
+    return install
+
+
+@pytest.mark.parametrize("checkpoint", [(), ("more",)], ids=["padded", "a-part"])
+@pytest.mark.parametrize("how", ["copy", "standby", "zone", "staged"])
+def test_what_is_derived_of_a_parameter_follows_the_elements_that_no_tensor_fills(
+    how: str, checkpoint: tuple[str, ...]
+) -> None:
+    model, manifest = DoubledEngine(*checkpoint), manifest_of({"table": torch.zeros(ROWS)})
+    install = updates(how, model, manifest, partial=bool(checkpoint))
+    left = 1.0 if checkpoint else CONSTRUCTED
+    for value in (2.0, 3.0, 4.0):
+        install({"table": torch.full((ROWS,), value)})
+        whole = [value] * ROWS + [left] * (HELD - ROWS)
+        assert model.live.inner.table.tolist() == whole  # type: ignore[union-attr, operator]
+        assert model.live.inner.doubled.tolist() == [2 * each for each in whole]  # type: ignore[union-attr, operator]
