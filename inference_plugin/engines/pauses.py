@@ -91,12 +91,13 @@ def let_go(standing: Standing, held: Held, *, gone: bool, stays_asleep: bool) ->
     lives on this host and may use the memory."""
     why = "the manager's process ended" if gone else f"the manager was silent for {held.lease_s:g} s"
     if held.asleep and not gone and stays_asleep:
-        held.orphaned = True
+        held.orphaned = f"that manager is silent for more than {held.lease_s:g} s, and its process may use the memory"
         logger.warning("weightwire: %s; %s", why, held.detail)
         yield Publish()
         return Done()
     logger.warning("weightwire: %s: the replica goes on", why)
     standing.end_pause(held.session, why)
+    held.orphaned = f"{why}, and it could not be woken"  # until it is
     yield from _wake(standing, held, ALL_MEMORY)
     yield from _release(standing)
     return Done()
@@ -111,7 +112,7 @@ def is_done(standing: Standing, request: Pause, now_s: float) -> bool:
     if held.session != request.sender.session:
         if not held.orphaned:
             raise VersionConflict(held.detail, hint="resume it with that manager, or end its process")
-        held = standing.held = replace(held, sender=request.sender, orphaned=False)
+        held = standing.held = replace(held, sender=request.sender, orphaned="")
     held.lease_s = request.lease_s
     held.expires_at_s = now_s + request.lease_s
     if held.asleep and request.level not in (0, held.level):

@@ -25,7 +25,8 @@ ENDED_KEPT = 16
 
 @dataclass(eq=False)
 class Held:
-    """A replica that stands still. `orphaned`: its lease ran out, and it stays asleep nevertheless."""
+    """A replica that stands still. `orphaned`: why it stays asleep without its manager, so that any manager may wake it or take
+    it over; "" while that manager holds it."""
 
     sender: Sender
     lease_s: float
@@ -33,7 +34,7 @@ class Held:
     in_flight: InFlight
     level: SleepLevel = 0
     asleep: frozenset[MemoryTag] = frozenset()
-    orphaned: bool = False
+    orphaned: str = ""
 
     @property
     def session(self) -> str:
@@ -46,9 +47,7 @@ class Held:
         if not self.asleep:
             return f"paused {by}"
         text = f"asleep at level {self.level} {by}, released: {', '.join(sorted(self.asleep))}"
-        if self.orphaned:
-            text += f"; that manager is silent for more than {self.lease_s:g} s, and its process may use the memory"
-        return text
+        return f"{text}; {self.orphaned}" if self.orphaned else text
 
 
 @dataclass
@@ -125,8 +124,8 @@ class Standing:
             why = self.ended.get(session, "somebody else does" if held else "it was resumed")
             raise VersionConflict(f"this manager doesn't hold the replica: {why}", hint="pause it again")
         held.expires_at_s = now_s + held.lease_s
-        orphaned, held.orphaned = held.orphaned, False
-        return orphaned
+        was_orphaned, held.orphaned = bool(held.orphaned), ""
+        return was_orphaned
 
     # --- steps that every command shares -----------------------------------------------------------------------------
 

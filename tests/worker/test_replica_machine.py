@@ -364,6 +364,29 @@ def test_a_sleeping_replica_outlives_its_lease_until_its_manager_s_process_ends(
     assert one.kinds() == ["wake", "Hold", "Publish", "ResumeSteps", "Publish"] and one.machine.standing.held is None
 
 
+def test_a_replica_that_can_t_be_woken_when_its_manager_ends_may_be_woken_by_another_one() -> None:
+    one = paused(level=1)
+    held = one.machine.standing.held
+    assert held is not None
+    one.answer = failing("wake")
+    one.on(ManagerEnded(held))
+    one.boundary()
+    state, detail = one.machine.standing.described()
+    assert (
+        state == "asleep"
+        and "wake failed" in detail
+        and detail.endswith("the manager's process ended, and it could not be woken")
+    )
+    assert one.machine.wakes_at_s() == float("inf")
+    one.answer = agreeing
+    one.kinds()
+    one.ask("resume", Resume("t"))
+    one.boundary()
+    answer = one.answered["resume"]
+    assert isinstance(answer, Stands) and answer.state == "torn" and one.machine.standing.held is None
+    assert one.kinds() == ["wake", "Hold", "Publish", "Refuse", "ResumeSteps", "Publish"]
+
+
 def test_weights_about_to_be_written_over_tear_the_replica_at_once_whatever_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
