@@ -133,7 +133,7 @@ def _nvfp4_of_modelopt(name: str, tensor: torch.Tensor, top: torch.Tensor) -> di
     between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     codes = torch.searchsorted(between, scaled.abs(), right=False)
     codes += (scaled.abs()[..., None] == between[1::2]).any(-1)
-    codes += 8 * torch.signbit(scaled)
+    codes += 8 * (scaled < 0)
     return {
         name: (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
         f"{name}_scale": scales,

@@ -309,10 +309,16 @@ def test_weights_share_a_scale_where_those_of_the_checkpoint_do(tmp_path: Path) 
     up, gate = (f"model.layers.0.mlp.{one}_proj.weight" for one in ("up", "gate"))
     path = write_checkpoint(tmp_path / "together", made, "modelopt nvfp4")
     apart = write_checkpoint(tmp_path / "apart", made | {f"{up}_scale_2": torch.tensor(1.0)}, "modelopt nvfp4")
+    down = "model.layers.0.mlp.down_proj.weight"
+    chance = write_checkpoint(
+        tmp_path / "chance", made | {f"{down}_scale_2": made[f"{up}_scale_2"].clone()}, "modelopt nvfp4"
+    )
     weights[gate][0, 0] = 100.0
     together, alone = (sent(QuantizedAdapter(ModuleAdapter(weights), one)) for one in (path, apart))
     assert together[f"{up}_scale_2"] == together[f"{gate}_scale_2"] == torch.tensor(100.0) / 2688
     assert alone[f"{up}_scale_2"] == weights[up].float().abs().amax() / 2688 != alone[f"{gate}_scale_2"]
+    equal = sent(QuantizedAdapter(ModuleAdapter(weights), chance))
+    assert equal[f"{down}_scale_2"] == weights[down].float().abs().amax() / 2688 != equal[f"{up}_scale_2"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

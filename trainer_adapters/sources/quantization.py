@@ -195,7 +195,7 @@ class NVFP4(Scheme):
         return Scales(scale, scale.float() * whole, whole)
 
     def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
-        negative = torch.signbit(scaled)
+        negative = scaled < 0
         size = scaled.abs_().clamp_(max=LARGEST_FP4)
         # Steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even code, as hardware rounds.
         codes = (size * 2).round_()

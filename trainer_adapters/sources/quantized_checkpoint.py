@@ -47,6 +47,8 @@ KEPT = (
     "weight_shape",
 )
 """The last parts of names of tensors that are sent as the checkpoint has them."""
+LAST = ("o_proj", "out_proj", "wo", "dense", "down_proj", "w2", "fc2", "c_proj")
+"""Layers whose input is what others of their module have made: no engine fuses them with these."""
 STRANGE = ("weight_zero_point", "weight_g_idx", "g_idx", "pre_quant_scale")
 """Those of tensors of which what is stored of a weight depends, and that aren't made."""
 
@@ -137,8 +139,7 @@ def read_checkpoint(checkpoint: str | Path) -> QuantizedCheckpoint:
     except Exception as error:
         raise _unreadable(checkpoint, error) from error
     for weight, scale in shared.items():
-        layer = weight.removesuffix(".weight").rpartition(".")[0]
-        schemes[weight] = replace(schemes[weight], shares=f"{layer}: {values[scale].flatten().tolist()}")
+        schemes[weight] = replace(schemes[weight], shares=_shares(weight, schemes[weight], values[scale]))
     return QuantizedCheckpoint(schemes, {name: values[name] for name in kept})
 
 
@@ -222,6 +223,13 @@ def _nvfp4(weight: str, rows: int, columns: int, values: str, scales: str, heade
         return None
     specs = _specs(headers, values, scales, of_matrix)
     return NVFP4((rows, columns), (1, NVFP4_COLUMNS), specs, shares="", divides=divides)
+
+
+def _shares(weight: str, scheme: Scheme, scale: torch.Tensor) -> str:
+    """The same for the weights that an engine may fuse: layers of one module with the same input, whose scales are equal. Scales
+    may be equal by chance, too: the largest values of weights in bfloat16 often are."""
+    module, _, layer = weight.removesuffix(".weight").rpartition(".")
+    return weight if layer in LAST else f"{module}, {scheme.shape[1]} columns: {scale.item()}"
 
 
 def _specs(headers: Headers, *names: str) -> tuple[TensorSpec, ...]:
