@@ -70,6 +70,7 @@ class LiveModel:
     """Attributes of layers that are dicts of what was derived from weights while the engine computed, by name."""
     cache_scales: frozenset[str] = frozenset()
     placeholders: frozenset[str] = frozenset()
+    random_weights = False
     boundary = Boundary()
 
     def __init__(

@@ -102,6 +102,10 @@ class EngineModel(Protocol):
         """Which `note_updated` since the engine started last named this storage, counted from 1; 0 for none."""
 
     @property
+    def random_weights(self) -> bool:
+        """Whether the engine started with random numbers for weights, without a checkpoint's (load format dummy)."""
+
+    @property
     def boundary(self) -> Boundary:
         """Packages of the engine whose objects hold no weights: configurations, process groups."""
 

@@ -59,6 +59,7 @@ class _Negotiation:
         expert_places = self._model.expert_places()
         ties = live_ties(self._model)
         traced = self._traced = self._trace().without_repeats()
+        self._check_modules()  # again: with what the loader makes
         plan, apart = traced.tied(ties, self._manifest.sent_name)
         self._check_plan(plan)
         if apart:
@@ -219,21 +220,23 @@ class _Negotiation:
         return f"; shapes differ: {first_few(differ, 3)}" if differ else ""
 
     def _check_modules(self) -> None:
-        """Raises `EngineUnsupported` for modules that the live model lacks: a loader that removes modules would remove them from
-        the skeleton too, and a later load couldn't be traced there. Modules that the post-processing of another module reads
-        are exempt: the engine's file keeps them in the skeleton."""
+        """Raises `EngineUnsupported` for modules that the live model lacks. A loader that removes modules would remove them from
+        the skeleton too, and a later load couldn't be traced there; one that makes modules (ColBERT's projection) has not run
+        where an engine started with dummy weights. Modules that the post-processing of another module reads are exempt: the
+        engine's file keeps them in the skeleton."""
         skeleton = self._model.skeleton
-        live = {name for name, _ in self._model.live.named_modules()}
+        live = {name for name, _ in self._model.live.named_modules(remove_duplicate=False)}
         read = {
             f"{name}.{part}"
             for name in self._model.finishers()
             for part in self._model.reads(skeleton.get_submodule(name))
         }
         held = [name for name, module in skeleton.named_modules() if module._parameters]
-        if removed := [name for name in held if name not in live and name not in read]:
+        if lacking := [name for name in held if name not in live and name not in read]:
             raise EngineUnsupported(
-                f"the engine derived something from these modules and then removed them: {first_few(removed)}",
-                hint="that can't be repeated while the engine runs: serve this model without updates",
+                f"the running engine lacks these modules, which its class or its loader makes: {first_few(lacking)}",
+                hint="start it from a checkpoint that has them, not with dummy weights; where it derived something from them and "
+                "then removed them, that can't be repeated while it runs: serve this model without updates",
                 phase="open",
             )
 
@@ -307,11 +310,18 @@ class _Negotiation:
                 hint="send all of the model that this engine serves; partial=True if the group is meant to be a part of it",
                 phase="open",
             )
+        held = self._model.skeleton.get_parameter
+        if self._model.random_weights and (random := [n for n in lacking if held(n).is_floating_point()]):
+            raise EngineUnsupported(
+                f"the engine started with dummy weights, and no tensor of the manifest fills these: {first_few(random)}",
+                hint="start it from its checkpoint, or send them too; partial=True leaves random numbers in them",
+                phase="open",
+            )
         unwritten = layout.unwritten_buffers()
         # A name that begins with an underscore (`_prob_scale`) is the engine's own: its loader would take the tensor, but no
         # checkpoint has it. Integers such as `position_ids` come from the constructor, and nobody trains them.
-        held = self._model.skeleton.get_buffer
-        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not held(n).is_floating_point()}
+        buffer = self._model.skeleton.get_buffer
+        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not buffer(n).is_floating_point()}
         if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
             raise ManifestMismatch(
                 f"no tensor of the manifest fills these buffers, which the engine reads from a checkpoint: {first_few(buffers)}",

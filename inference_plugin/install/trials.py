@@ -142,6 +142,7 @@ def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset
     if wrong := sorted(held ^ made.keys()):
         raise EngineUnsupported(
             f"{module} of the live model differs from what the engine's post-processing makes: {first_few(wrong)}",
+            hint="if the engine started with dummy weights, start it from its checkpoint: its loader may make what it lacks",
             phase="open",
         )
     added = {name for name in made if finished.parameters.get(name) is None}

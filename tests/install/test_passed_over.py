@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -220,9 +221,48 @@ class RemovesAModule(PlainEngineModel):
 def test_a_model_whose_modules_the_engine_removed_is_refused_by_their_names() -> None:
     model = RemovesAModule(2, 0, 1)
     for _ in range(2):
-        with pytest.raises(
-            EngineUnsupported, match=r"derived something from these modules and then removed them: norm \(1 in all\)"
-        ):
+        with pytest.raises(EngineUnsupported, match=r"the running engine lacks these modules, .*: norm \(1 in all\)"):
             opened(model, checkpoint(1))
     assert model.live.table.shape == (16,)
     assert "norm.weight" in dict(model.skeleton.named_parameters())
+
+
+class MakesAModule(PlainEngineModel):
+    """Its loader makes a module for a tensor that the constructor knows nothing of, as vLLM's ColBERT does for its projection."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        held = dict(tensors)
+        if (sent := held.pop("projection.weight", None)) is not None:
+            if not hasattr(model, "projection"):
+                model.projection = nn.Linear(4, 4, bias=False)
+            model.projection.weight.data.copy_(sent)
+        return super().load_weights(model, held.items())
+
+
+def test_a_module_that_only_a_load_makes_is_refused_by_name_where_the_engine_started_without_one() -> None:
+    tensors = {**checkpoint(1), "projection.weight": torch.ones(4, 4)}
+    model = MakesAModule(2, 0, 1)
+    for _ in range(2):
+        with pytest.raises(EngineUnsupported, match=r"lacks these modules, .*: projection \(1 in all\)") as refused:
+            opened(model, tensors)
+        assert "not with dummy weights" in refused.value.hint
+    loaded = MakesAModule(2, 0, 1)
+    loaded.load_weights(loaded.live, tensors.items())
+    assert opened(loaded, tensors) == ()
+
+
+def test_a_parameter_that_no_checkpoint_fills_is_refused_by_name_where_the_engine_started_with_random_weights() -> None:
+    class Started(PassesOver):
+        holds: ClassVar[dict[str, torch.Tensor]] = {}
+
+        def checkpoint(self) -> Headers:
+            return {name: held for name, held in super().checkpoint().items() if name != "norm.weight"}
+
+    tensors = {name: tensor for name, tensor in checkpoint(1).items() if name != "norm.weight"}
+    model = Started(2, 0, 1)
+    assert opened(model, tensors) == ()
+    model.random_weights = True
+    with pytest.raises(EngineUnsupported, match=r"dummy weights, .* fills these: norm\.weight \(1 in all\)") as refused:
+        opened(model, tensors)
+    assert "send them too" in refused.value.hint
+    assert opened(model, checkpoint(1)) == opened(model, tensors, partial=True) == ()

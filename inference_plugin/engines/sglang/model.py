@@ -67,6 +67,7 @@ class SglangModel(LiveModel):
         self._started_from = self._config.model_path
         self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
+        self.random_weights = runner.load_config.load_format == "dummy"
         self._arguments = runner.server_args
         if getattr(runner.kv_cache_dtype, "itemsize", 2) == 1:
             self.cache_scales = frozenset({"k_scale", "v_scale", "k_scale_float", "v_scale_float"})

@@ -58,6 +58,7 @@ class VllmModel(LiveModel):
 
         self.engine_config = config
         self.model_config = model_config
+        self.random_weights = config.load_config.load_format == "dummy"
         self.post_processing, self.padded = QuantizeMethodBase, VocabParallelEmbedding
         super().__init__(live, device, *skeleton)
         self._why_whole = why_whole(self.skeleton, self.boundary)
