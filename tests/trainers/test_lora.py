@@ -263,3 +263,30 @@ def test_an_adapter_over_a_quantised_base_is_sent_alone_and_not_merged() -> None
     assert torch.equal(sent["lora_B"], layer.lora_B["default"].weight * 3)
     with pytest.raises(ManifestMismatch, match=r"lora\.Linear4bit, which has no rule here"):
         MergedLoRAAdapter(model).manifest()
+
+
+def linear_with_adapter(**options: Any) -> Any:
+    torch.manual_seed(5)
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(r=2, target_modules=["0"]), **options)
+    torch.nn.init.normal_(model.base_model.model[0].lora_B["default"].weight)
+    return model
+
+
+def test_a_model_of_peft_s_mixed_class_is_sent_as_any_other() -> None:
+    mixed, plain = linear_with_adapter(mixed=True), linear_with_adapter()
+    for adapter in (MergedLoRAAdapter, LoRAAdapter):
+        sent, expected = received(adapter(mixed)), received(adapter(plain))
+        assert sorted(sent) == sorted(expected)
+        assert all(torch.equal(sent[name], expected[name]) for name in sent)
+
+
+@pytest.mark.parametrize("computed", [torch.nn.utils.weight_norm, torch.nn.utils.parametrizations.weight_norm])
+def test_a_layer_whose_a_and_b_are_computed_at_each_use_is_refused_by_name(computed: Any) -> None:
+    model = linear_with_adapter()
+    for factor in ("lora_A", "lora_B"):
+        computed(getattr(model.base_model.model[0], factor)["default"])
+    for adapter in (MergedLoRAAdapter, LoRAAdapter):
+        with pytest.raises(
+            ManifestMismatch, match=r"no parameters: .*0\.lora_A\.default\.weight.*remove_parametrizations"
+        ):
+            adapter(model).manifest()

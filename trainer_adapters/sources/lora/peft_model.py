@@ -97,7 +97,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     active adapters are read.
 
     Raises `ManifestMismatch`, which names them, for layers that can't be merged: already merged in place, disabled at the
-    moment, or of a variant or kind without a rule here.
+    moment, or of a variant or kind without a rule here; and for an adapter's tensors that a module computes at each use.
     """
     parts = _parts_of(model, only)
     inside, problems = parts.inside, parts.problems
@@ -127,7 +127,15 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         _without_wrappers(alias, inside, declared=True) or "": _without_wrappers(source, inside, declared=True) or ""
         for alias, source in module_ties(model).items()
     }
-    return PeftStructure(inside, additions, ties, tuple(parts.replaced))
+    structure = PeftStructure(inside, additions, ties, tuple(parts.replaced))
+    if computed := sorted(structure.factors - parts.held):
+        raise ManifestMismatch(
+            f"tensors of adapters that are no parameters: {first_few(computed)}",
+            hint="a module that computes them at each use (a parametrization, weight norm) must hold them as parameters: call "
+            "remove_parametrizations() or remove_weight_norm() first",
+            side="trainer",
+        )
+    return structure
 
 
 def base_changed_by(model: torch.nn.Module, adapter: str) -> str:
@@ -152,16 +160,17 @@ def adapter_names(model: torch.nn.Module) -> list[str]:
 @dataclass
 class _Parts:
     """What PEFT put into a model. `inside` and `replaced` are those of `PeftStructure`; `layers`: LoRA layers by prefix;
-    `problems`: parts that can't be sent, in words."""
+    `held`: the names of the parameters of adapters; `problems`: parts that can't be sent, in words."""
 
     inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     layers: list[tuple[str, Any]] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
 
 def _parts_of(model: torch.nn.Module, only: str | None) -> _Parts:
-    from peft import PeftModel
+    from peft import PeftMixedModel, PeftModel
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -170,7 +179,9 @@ def _parts_of(model: torch.nn.Module, only: str | None) -> _Parts:
     for raw_prefix, module in walk(model):
         part: Any = module
         prefix = unwrapped(raw_prefix)
-        if isinstance(part, PeftModel):
+        if ".lora_" in f".{prefix}":
+            found.held.update(prefix + name for name in part._parameters)
+        if isinstance(part, PeftModel | PeftMixedModel):
             found.inside[prefix] = ("base_model",)
             bias = getattr(part.peft_config.get(only or ""), "bias", "none")
             found.replaced += [f"biases ({bias!r})"] if bias != "none" else []
