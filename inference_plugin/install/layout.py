@@ -53,11 +53,11 @@ class LiveLayout:
         rebuilt = {name: trial.replaced for name, trial in self._trials.items() if trial.rebuilds}
         own_form = {self._key_of[f"{module}.{name}"] for module, names in rebuilt.items() for name in names}
         own_form |= {key for module in rebuilt for key in self._removed_keys(module)}
-        live = self._storages.unchanged()
-        self._plain = {key for key in self._storages.shapes if key not in own_form and key in live}
         placed = {placement.dest.tensor for placement in plan.placements}
         self.written = frozenset(placed | {ties.get(key, key) for key in (*plan.refused, *loaded)})
         """The storages that updates write, by key."""
+        made = {self._key_of.get(f"{m}.{name}", "") for m, trial in self._trials.items() for name in trial.writes}
+        self._plain = self._storages.unchanged().keys() - own_form - (made - self.written)  # made of the constructor's
         # A group that holds a part of the model leaves those modules alone in which it writes nothing.
         self.rebuilt = {
             name: parts

@@ -56,6 +56,8 @@ class Trial:
     into it since."""
     decides: bool = False
     """Whether a settled attribute is a number: weights other than those of the trials may decide otherwise."""
+    writes: frozenset[str] = frozenset()
+    """All buffers that it writes."""
 
     @property
     def rebuilds(self) -> bool:
@@ -131,7 +133,8 @@ def _try(post: PostProcessing, module: str) -> Trial:
     added, reductions = _added_by(post, module, one), len(asked[0].operands)
     sorted_out = frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers)
     decides = any(path in settled and isinstance(value, (int, float)) for path, value in one.changes().items())
-    return Trial(*sorted_out, added, reductions, inner, frozenset(constant), decides)
+    writes = frozenset(one.written_buffers())
+    return Trial(*sorted_out, added, reductions, inner, frozenset(constant), decides, writes)
 
 
 def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset[str]:

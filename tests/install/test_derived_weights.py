@@ -272,9 +272,11 @@ class Scaled(nn.Module):
 
 
 class ScaledModel(nn.Module):
+    kind: type[nn.Module] = Scaled
+
     def __init__(self) -> None:
         super().__init__()
-        self.layer = Scaled()
+        self.layer = self.kind()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
@@ -282,13 +284,14 @@ class ScaledModel(nn.Module):
 
 
 class ScaledEngine(LiveModel):
-    post_processing = Scales
+    post_processing: type = Scales
+    model: type[ScaledModel] = ScaledModel
 
     def __init__(self) -> None:
-        live = ScaledModel()
+        live = self.model()
         live.load_weights({"weight": torch.full((SIZE,), 1.0), "scale": torch.full((SIZE,), 3.0)}.items())
         live.layer.quant_method.process_weights_after_loading(live.layer)
-        super().__init__(live, torch.device("cpu"), *build_skeleton(ScaledModel, torch.no_grad()))
+        super().__init__(live, torch.device("cpu"), *build_skeleton(self.model, torch.no_grad()))
 
     def free_bytes(self) -> int:
         return 1 << 30
@@ -323,3 +326,40 @@ def test_an_update_whose_modules_were_made_before_another_group_wrote_is_refused
     assert engine.live.layer.scaled.tolist() == [4.0] * SIZE  # type: ignore[union-attr, operator]
     update(installers["weight"], manifests["weight"], {"weight": torch.full((SIZE,), 6.0)})
     assert engine.live.layer.scaled.tolist() == [24.0] * SIZE  # type: ignore[union-attr, operator]
+
+
+class Counts:
+    """A quantisation method that adds what it derives to buffers, which no checkpoint fills."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.get_buffer("total").add_(layer.get_parameter("weight").detach().sum())
+        layer.get_buffer("loads").add_(1)
+
+
+class Counted(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Counts()  # type: ignore[assignment]
+        self.register_buffer("total", torch.full((1,), 0.5), persistent=False)
+        self.register_buffer("loads", torch.zeros(1), persistent=False)
+
+
+class CountedModel(ScaledModel):
+    kind = Counted
+
+
+class CountedEngine(ScaledEngine):
+    post_processing, model = Counts, CountedModel
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby", "streaming"])
+def test_a_buffer_to_which_post_processing_adds_begins_with_the_constructors_value_at_each_update(policy: str) -> None:
+    engine, tensors = CountedEngine(), {"weight": torch.zeros(SIZE), "scale": torch.zeros(SIZE)}
+    manifest, installer = manifest_of(tensors), ModelInstaller(engine)
+    assert installer.open(manifest, policy, partial=False).install == policy
+    for value in (5.0, 6.0):
+        tensors = {name: torch.full((SIZE,), value) for name in tensors}
+        for i, spec in enumerate(manifest.tensors if policy == "streaming" else ()):
+            installer.place(manifest.whole(i), tensors[spec.name])
+        update(installer, manifest, tensors)
+        assert (engine.live.layer.total.item(), engine.live.layer.loads.item()) == (value * SIZE + 0.5, 1.0)  # type: ignore[union-attr, operator]
