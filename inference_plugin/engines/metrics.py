@@ -54,7 +54,7 @@ SERVING = Metric(
 ENGINE_METRICS = (VERSION, COMMITS, FAILURES, SECONDS, BYTES, COMMITTED_AT, TORN, SERVING)
 
 
-def exposition(cards: Sequence[ReplicaCard], *, openmetrics: bool = False) -> bytes:
+def exposition(cards: Sequence[ReplicaCard], *, openmetrics: bool) -> bytes:
     """The metrics of these replicas in Prometheus' text format, or in OpenMetrics'. Needs prometheus-client."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics

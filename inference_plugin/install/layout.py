@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -42,7 +41,7 @@ class LiveLayout:
         plan: PlacementPlan,
         ties: Mapping[str, str],
         loaded: Collection[str],
-        free_bytes: float = math.inf,
+        free_bytes: float,
     ) -> None:
         self._model = model
         self._plan = plan

@@ -8,7 +8,6 @@ at once.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,7 +64,7 @@ def prove_parts(
     load: LoadWeights,
     tensors: Sequence[TensorInfo],
     device: torch.device,
-    free_bytes: float = math.inf,
+    free_bytes: float,
 ) -> ProvenParts:
     """Loads trial tensors into all parts at once (beside the rest of the checkpoint, where it is small), then into each part
     alone, and compares the two bit for bit. Raises `EngineUnsupported`, before it takes anything, if that is more than the

@@ -7,7 +7,6 @@ live module holds for any weights. Anything else refuses the model.
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ class Trial:
         return bool(self.replaced or self.moved or self.buffers or self.added or self.decides)
 
 
-def run_trials(post: PostProcessing, free_bytes: float = math.inf) -> dict[str, Trial]:
+def run_trials(post: PostProcessing, free_bytes: float) -> dict[str, Trial]:
     """The trial of every module that the engine finishes, by name; modules of one kind share their trial. Raises
     `EngineUnsupported`, also for a module of which two stand-ins take more than `free_bytes`, before it takes anything."""
     kinds: dict[Any, Trial] = {}

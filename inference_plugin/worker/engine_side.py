@@ -193,7 +193,7 @@ class EngineSide:
         """Ends a verification: nobody waits for the rest of it."""
         reading = self._readings.get(self.group.member)
         if reading is not None and reading.token == token:
-            del self._readings[self.group.member]
+            self._readings.pop(self.group.member, None)  # the end of its group may have come in between
 
     def _look_at_weights(self) -> WeightsState:
         state: WeightsState = self.ask(LookAtWeights, self.group.name)

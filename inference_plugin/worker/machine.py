@@ -63,7 +63,7 @@ class WorkerGroups:
     """State of all groups of the worker of `rank`. `here` is the boot id of its host: processes of other hosts can't be
     watched."""
 
-    def __init__(self, rank: int = 0, here: str = "") -> None:
+    def __init__(self, rank: int, here: str) -> None:
         self.groups: dict[str, WeightUpdateGroup] = {}
         self.unopened: dict[str, WeightUpdateGroup] = {}
         """Groups that have no agreed terms yet."""

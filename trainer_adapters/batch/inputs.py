@@ -41,9 +41,7 @@ def local_part(value: Any) -> LocalPart:
     return _part_of(value) if (listed := _listed_part(value)) is None else listed.part
 
 
-def parts_of_tasks(
-    tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None = None
-) -> dict[ShardId, GivenPart]:
+def parts_of_tasks(tasks: Mapping[str, Mapping[str, Any]], versions: VersionSpan | None) -> dict[ShardId, GivenPart]:
     """As `parts_of_task`, of several tasks."""
     if not isinstance(tasks, Mapping):
         raise BatchError(

@@ -310,7 +310,7 @@ class Fleet:
             self._hand_over(session)
         self.poke()
 
-    def not_caught_up(self, replica: str, error: WeightwireError, session: ReplicaSession | None = None) -> None:
+    def not_caught_up(self, replica: str, error: WeightwireError, session: ReplicaSession | None) -> None:
         """A catch-up failed. `session`: the connections to the replica, if they were made."""
         with self._changed:
             self.on(NotCaughtUp(replica, error))
