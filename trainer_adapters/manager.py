@@ -216,10 +216,10 @@ class SyncManager:
         return self.context.events.on(event, listener)
 
     def verify(self, model: Sendable, *, dtype: torch.dtype | str | None = None, hf_config: Any = None) -> VerifyReport:
-        """Compares every replica's parameters with the model, byte for byte, in engine coordinates. Arguments as in `update`.
-        A difference, or a replica that does not answer, makes the report's `ok` False; raises where there is no replica."""
+        """Compares every replica's parameters with the model, byte for byte, in engine coordinates. Arguments as in `update`, by
+        default the last update's. A difference, or a silent replica, makes the report's `ok` False; raises without replicas."""
         self._thread.check_open()
-        source = self._models.source_of(model, dtype, hf_config, timeout_s=self.settings.timeout_s)
+        source = self._models.source_to_verify(model, dtype, hf_config, timeout_s=self.settings.timeout_s)
         return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s), reads=True)
 
     def pause(self, in_flight: InFlight | None = None) -> PauseReport:

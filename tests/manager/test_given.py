@@ -96,6 +96,9 @@ def test_dtype_says_what_a_rule_for_all_names_says(start: Start, manager: SyncMa
     with SyncManager("part", partial=True, timeout_s=60) as part:
         assert part.update(whole, 1, dtype="bfloat16").bytes == manifest_of(checkpoint(1)).nbytes - norm_bytes()
         assert part.update(whole, 2, dtype=torch.bfloat16).bytes == manifest_of(checkpoint(1)).nbytes - norm_bytes()
+        assert part.verify(whole).ok and part.verify(dict(whole)).ok  # in the dtype that was sent
+        (as_it_is,) = part.verify(whole, dtype="float32").replicas
+        assert "bfloat16 in the engine and torch.float32 in the source" in as_it_is.differ[0]
 
 
 def norm_bytes() -> int:

@@ -41,18 +41,36 @@ def checked_version(version: object) -> int | None:
 
 
 class GivenModels:
-    """Makes sources for models, and keeps the last one, which remembers the model's scan."""
+    """Makes sources for models. Keeps the last source, which remembers the model's scan, and how the last update's was made."""
 
     def __init__(self, group: str, process_group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._process_group = process_group
         self._last: tuple[object, tuple[Kind, bool, object], object, WeightSource] | None = None
+        self._sent: tuple[torch.dtype | str | None, Any] = None, None
 
     def source_of(
         self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, *, timeout_s: float
     ) -> WeightSource:
-        """The source for a model. Never raises: an error becomes a source that raises it, so that the operation raises it on all
-        ranks. `timeout_s`: of that operation; a source that the ranks make together takes half of it to bring them together."""
+        """The source of an update. Never raises: an error becomes a source that raises it, so that the operation raises it on
+        all ranks. `timeout_s`: of that operation; a source that the ranks make together takes half of it to bring them
+        together."""
+        self._sent = dtype, hf_config
+        return self._source_of(model, dtype, hf_config, timeout_s)
+
+    def source_to_verify(
+        self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, *, timeout_s: float
+    ) -> WeightSource:
+        """As `source_of`: None stands for the last update's `dtype` and `hf_config`."""
+        if not isinstance(model, WeightSource):
+            sent_dtype, sent_config = self._sent
+            dtype = sent_dtype if dtype is None else dtype
+            hf_config = sent_config if hf_config is None else hf_config
+        return self._source_of(model, dtype, hf_config, timeout_s)
+
+    def _source_of(
+        self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, timeout_s: float
+    ) -> WeightSource:
         try:
             kind = kind_of(model)
             together = is_made_together(kind, model)  # a model with LoRA may have been sharded since the last time
@@ -73,7 +91,7 @@ class GivenModels:
 
     def close(self) -> None:
         """Drops the last model."""
-        self._last = None
+        self._last, self._sent = None, (None, None)
 
     def _meet(self, kind: Kind, timeout_s: float) -> None:
         """Waits until all ranks make such a source. A rank that failed before never does, and without a deadline of ours the
