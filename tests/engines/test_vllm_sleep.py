@@ -80,34 +80,37 @@ def test_after_each_level_of_sleep_weights_are_those_of_a_fresh_engine_at_their_
         check(model_b)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_that_vllm_read_from_files_are_in_their_slots_again_after_level_2(
-    driver: Driver, tmp_path: Path
+    runtime: Path, tmp_path: Path, ranks: int
 ) -> None:
+    """Several ranks also have a table beside the slots, which puts their logits in order."""
     family, directory = FAMILIES["llama"], tmp_path / "adapter"
     model, _ = make_versions(family, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(model)
     adapter = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     adapter.save_pretrained(directory)
-    driver.call("close")
-    driver.open(model, plain=True, dtype=family.dtype, **family.vllm, enable_lora=True, max_lora_rank=8)
+    with Driver(runtime, in_process=ranks == 1) as driver:
+        slots = {"enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": ranks}
+        driver.open(model, plain=True, dtype=family.dtype, **family.vllm, **slots)
 
-    def said() -> list[list[list[int]]]:
-        asked = driver.wait(driver.submit(PROMPTS, COUNT, ("from a file", 1, str(directory))))
-        return [driver.tokens(PROMPTS, COUNT), [request["tokens"] for request in asked]]
+        def said() -> list[list[list[int]]]:
+            asked = driver.wait(driver.submit(PROMPTS, COUNT, ("from a file", 1, str(directory))))
+            return [driver.tokens(PROMPTS, COUNT), [request["tokens"] for request in asked]]
 
-    before = said()
-    assert before[0] != before[1]
-    driver.rpc("ext_give_allocator", True)
-    with SyncManager(timeout_s=60) as manager:
-        manager.sleep(2)
-        manager.wake_up(["weights"])
-        manager.update(whole(model))
-        manager.wake_up()
-        assert said() == before
-        driver.call("own_sleep", level=2)
-        driver.call("own_wake_up")
-        manager.update(whole(model))
-        assert said() == before
+        before = said()
+        assert before[0] != before[1]
+        driver.rpc("ext_give_allocator", True)
+        with SyncManager(timeout_s=60) as manager:
+            manager.sleep(2)
+            manager.wake_up(["weights"])
+            manager.update(whole(model))
+            manager.wake_up()
+            assert said() == before
+            driver.call("own_sleep", level=2)
+            driver.call("own_wake_up")
+            manager.update(whole(model))
+            assert said() == before
 
 
 @pytest.mark.parametrize("name", that_start(["llama", "qwen3_moe"]))

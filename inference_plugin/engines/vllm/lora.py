@@ -61,12 +61,15 @@ class VllmAdapterSlots(TensorSlots):
         manager._last_mapping = None
 
     def refill(self) -> None:
-        """vLLM takes its own copies for what is in the slots, and the mapping of the last step for what its kernels hold."""
+        """vLLM takes its own copies for what is in the slots, and the mapping of the last step for what its kernels hold. Several
+        ranks have a table beside the slots of the head, in the same memory, that puts their logits in order."""
         manager = self._manager
         active, pinned = list(manager._active_adapters), list(manager._active_adapters.pinned_items)
         for layer in manager.modules.values():
             for slot in range(len(manager.lora_index_to_id)):
                 layer.reset_lora(slot)
+            if (order := getattr(layer, "sharded_to_full_mapping_gpu", None)) is not None:
+                order.copy_(torch.tensor(layer.sharded_to_full_mapping))
         for number in active:
             manager.deactivate_adapter(number)
         for number in active:

@@ -160,6 +160,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.lora.layers:ColumnParallelLinearWithLoRA", why="recognised"),
     PatchPoint("vllm.lora.layers:RowParallelLinearWithLoRA", why="recognised"),
     PatchPoint("vllm.lora.layers:ReplicatedLinearWithLoRA", why="recognised"),
+    PatchPoint("vllm.lora.layers:LogitsProcessorWithLoRA", why="written, after level 2: the order of the logits of several ranks"),
 )  # fmt: skip
 
 VLLM = EngineTable(
