@@ -147,7 +147,7 @@ class SyncManager:
             self.context = context = RankContext(settings, ranks, self.fleet)
             if self.fleet is not None:
                 self._pauses = Pauses(settings, self.fleet, context.trainer)
-                self._catching_up = CatchingUp(settings, self.fleet, context.events, context.trainer)
+                self._catching_up = CatchingUp(settings, self.fleet, context.events, context.trainer, self)
                 undo.callback(self._catching_up.close)
             self._thread = OperationThread(settings)
             undo.pop_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -398,6 +399,24 @@ def test_states_are_known_without_asking_and_told_as_they_change(start: Start, a
     assert plugin.states[rig.replica] == ["joining", "current", "torn", "current", "lost"]
     assert plugin.states[other.replica] == ["joining", "current", "lost"]
     assert called.states == plugin.states
+
+
+def test_a_manager_that_was_dropped_brings_its_model_into_no_engine_that_starts_later(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, told = SyncManager(timeout_s=60), list[str]()
+    first = start()
+    manager.update(source(1), 7)
+    manager.on("replica_state", lambda **facts: told.append(facts["status"].replica))
+    del manager
+    gc.collect()
+    assert "was dropped without close()" in caplog.text
+    first.end()
+    newcomer, last = start(), start()
+    eventually(lambda: last.replica in told, "that its thread has looked at the last one, and so at the one before")
+    with SyncManager(timeout_s=60) as another:
+        assert not another.update(source(2), 1).failed, "none serves version 7"
+    assert holds(newcomer, 2) and holds(last, 2)
 
 
 def test_an_update_whose_replicas_are_all_being_caught_up_is_a_timeout_that_says_so(

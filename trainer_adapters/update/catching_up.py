@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -121,14 +122,20 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
 
 
 class CatchingUp:
-    """Rank 0's thread for changes of replicas: it calls listeners, and starts the catch-ups that are due."""
+    """Rank 0's thread for changes of replicas: it calls listeners, and starts the catch-ups that are due.
 
-    def __init__(self, settings: Settings, fleet: Fleet, events: Events, trainer: str) -> None:
+    None starts once `manager`, whose catch-ups they are, was dropped without `close`: engines that start later would get the
+    weights of a training that is over, and nobody could stop that.
+    """
+
+    def __init__(self, settings: Settings, fleet: Fleet, events: Events, trainer: str, manager: object) -> None:
         self._settings = settings
         self._fleet = fleet
         self._listeners = events
         self._trainer = trainer
         self._running: set[threading.Thread] = set()
+        self._is_abandoned = False
+        weakref.finalize(manager, self._abandon).atexit = False
         self._forget = fleet.registry.on_change(fleet.poke)
         self._thread = threading.Thread(target=self._run, name="weightwire-replicas", daemon=True)
         try:
@@ -141,6 +148,10 @@ class CatchingUp:
     def is_this_thread(self) -> bool:
         """Whether the calling thread is the one that calls listeners of replicas."""
         return threading.current_thread() is self._thread
+
+    def _abandon(self) -> None:
+        """Takes no lock: the garbage collector may call it on any thread."""
+        self._is_abandoned = True
 
     def close(self) -> None:
         """Calls the listeners that are still due, and ends; running catch-ups have a moment to finish."""
@@ -166,7 +177,7 @@ class CatchingUp:
             logger.warning("weightwire: %s", error)
         self._tell()
         self._running = {thread for thread in self._running if thread.is_alive()}
-        for due in self._fleet.due():
+        for due in () if self._is_abandoned else self._fleet.due():
             name = f"weightwire-catch-up-{due.card.replica}"
             try:
                 thread = start_thread(partial(self._catch_up, due.card, due.retained), name=name)
