@@ -45,7 +45,7 @@ class Registration:
         self._closing = False
         self._channels: dict[str, Channel] = {}
         self._told: dict[str, ReplicaCard] = {}
-        self._silent: set[str] = set()
+        self._silent: dict[str, type[Exception]] = {}
         self._thread = threading.Thread(target=self._run, name="weightwire-registration", daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class Registration:
         for gone in set(self._channels) - known:
             self._channels.pop(gone).close()
         self._told = {address: card for address, card in self._told.items() if address in known}
-        self._silent &= known
+        self._silent = {address: why for address, why in self._silent.items() if address in known}
         card = self._card
         due = [address for address in known if address == self._address or self._told.get(address) != card]
         for address in due:
@@ -132,7 +132,7 @@ class Registration:
                 continue
             if address not in self._told or address in self._silent:
                 logger.info("weightwire: %s is registered at %s", card.replica, address)
-            self._silent.discard(address)
+            self._silent.pop(address, None)
             self._told[address] = card
 
     def _connect(self, address: str, process: tuple[int, int]) -> Channel:
@@ -151,10 +151,13 @@ class Registration:
         }
 
     def _failed(self, address: str, error: Exception) -> None:
-        if address not in self._silent:
+        why: object = error
+        kind = type(error)
+        if isinstance(error, PeerLost | SyncTimeout):
             # Engines often start before the trainer does: nobody who reads this has called anything.
-            why = f"no manager answers ({error.message})" if isinstance(error, PeerLost | SyncTimeout) else error
+            why, kind = f"no manager answers ({error.message})", PeerLost
+        if self._silent.get(address) is not kind:
             logger.warning("weightwire: %s can't register at %s yet: %s; trying on", self._card.replica, address, why)
-        self._silent.add(address)
+        self._silent[address] = kind
         if address in self._channels:
             self._channels.pop(address).close()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.net import addresses, curve
 from inference_plugin.net.channel import Channel
+from inference_plugin.net.listening import Listener
 from inference_plugin.net.registration import Registration
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError, SyncTimeout, WeightwireError
@@ -112,6 +113,26 @@ def test_an_engine_that_starts_before_the_trainer_says_so_once_and_is_not_told_t
     early.close()
     assert caplog.text.count("can't register at tcp://127.0.0.1:9 yet: no manager answers (no reply ") == 1
     assert "call it again" not in caplog.text
+
+
+def test_an_engine_that_no_manager_answered_says_that_the_manager_which_came_has_another_key(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inference_plugin.net.registration.ASK_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("WEIGHTWIRE_SILENCE_S", "0.3")
+    for name in ("trainer's", "engine's"):
+        curve.make_key(directory / name)
+    with zmq.Context() as context, context.socket(zmq.REP) as probe:
+        free = f"tcp://127.0.0.1:{probe.bind_to_random_port('tcp://127.0.0.1')}"
+    monkeypatch.setenv(curve.VARIABLE, str(directory / "engine's"))
+    early = Registration(free, card())
+    eventually(lambda: "no manager answers" in caplog.text, "the first warning")
+    monkeypatch.setenv(curve.VARIABLE, str(directory / "trainer's"))
+    late = Listener(zmq.ROUTER, free, max_bytes=1 << 20)
+    monkeypatch.setenv(curve.VARIABLE, str(directory / "engine's"))
+    eventually(lambda: "hold different keys" in caplog.text, "the second warning")
+    early.close()
+    late.close()
 
 
 def test_replicas_of_this_host_tell_every_manager_and_nobody_looks_for_them(
