@@ -114,7 +114,8 @@ def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspe
         assert set(replica.passed_over) == {"pooler.dense.bias", "pooler.dense.weight"}
         assert vllm.say(family) == fresh
         (verified,) = manager.verify(tensors).replicas
-    assert verified.differ == ()
+        (other,) = manager.verify(misspelt).replicas
+    assert verified.differ == () and other.differ == ("held by no rank: pooler.dense.bais (1 in all)",)
     assert [words.partition(": ")[0] for words in verified.unreadable] == ["passed over by the engine's loader"]
 
 

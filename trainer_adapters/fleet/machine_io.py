@@ -45,12 +45,13 @@ class ReplicaStatus(Struct, frozen=True):
 
 class Agreed(Struct, frozen=True):
     """The terms under which a replica opened the group: `key` names them; `opened` is each worker's answer. `offered`: the
-    transports of which it took the first that it could."""
+    transports of which it took the first that it could. `passed_over`: names of the tensors that all of its workers pass over."""
 
     key: tuple[str, str, bool]
     transport: str
     opened: tuple[GroupOpened, ...]
     offered: tuple[str, ...]
+    passed_over: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)

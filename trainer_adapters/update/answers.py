@@ -15,7 +15,7 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.messages import Begun, Committed, GroupOpened, Seal, Sealed, TakesBytes
 from trainer_adapters.fleet.machine_io import Agreed
-from trainer_adapters.update.coverage import check_needs
+from trainer_adapters.update.coverage import check_needs, passed_over
 from trainer_adapters.update.hints import UNKNOWN
 from trainer_adapters.update.machine_io import (
     ENDED,
@@ -70,7 +70,8 @@ def _take_opened(state: TransactionState, one: Participant, worker: int, answer:
     except WeightwireError as error:
         state.fail(one, error)
         return
-    one.state, one.agreed = "open", Agreed(state.terms.key, one.left[0], opened, one.offered)
+    skipped = passed_over(state.terms.manifest, opened)
+    one.state, one.agreed = "open", Agreed(state.terms.key, one.left[0], opened, one.offered, skipped)
     state.do(TermsAgreed(one.replica, one.agreed))
     if not one.begins_on:
         return

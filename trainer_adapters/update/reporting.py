@@ -6,17 +6,15 @@ from typing import Any
 
 import msgspec
 
-from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import ReplicaCard
 from inference_plugin.wire.reports import ReplicaReport
 from trainer_adapters.events import harmless
-from trainer_adapters.update.coverage import passed_over
 from trainer_adapters.update.machine_io import Participant
 
 __all__ = ["replica_report"]
 
 
-def replica_report(card: ReplicaCard, one: Participant, manifest: Manifest, version: int) -> ReplicaReport:
+def replica_report(card: ReplicaCard, one: Participant, version: int) -> ReplicaReport:
     """The report of one replica. Details that cannot be read don't change its outcome."""
     report = ReplicaReport(replica=card.replica, engine=card.engine, status="failed", version=None, lacks=card.lacks)
     found: dict[str, Any] = {}
@@ -25,13 +23,13 @@ def replica_report(card: ReplicaCard, one: Participant, manifest: Manifest, vers
     elif one.error is not None:
         found["error"] = one.error.info()
     with harmless("reading a replica's terms"):
-        found |= _terms(one, manifest)
+        found |= _terms(one)
     with harmless("reading a replica's answer to the commit"):
         found |= costs(one)
     return msgspec.structs.replace(report, **found)
 
 
-def _terms(one: Participant, manifest: Manifest) -> dict[str, Any]:
+def _terms(one: Participant) -> dict[str, Any]:
     if one.agreed is None:
         return {}
     first, opened = one.agreed.opened[0], one.agreed.opened
@@ -43,7 +41,7 @@ def _terms(one: Participant, manifest: Manifest) -> dict[str, Any]:
         "written": sum(each.written for each in opened),
         "derived": sum(each.derived for each in opened),
         "untouched": sum(each.untouched for each in opened),
-        "passed_over": passed_over(manifest, opened),
+        "passed_over": one.agreed.passed_over,
     }
 
 

@@ -249,8 +249,7 @@ class Transaction:
     def reports(self) -> tuple[ReplicaReport, ...]:
         """The report of each replica, by id."""
         ended = sorted(self.machine.participants.values(), key=lambda one: one.replica)
-        manifest, version = self.terms.manifest, self.terms.version
-        return tuple(replica_report(self.cards[one.replica], one, manifest, version) for one in ended)
+        return tuple(replica_report(self.cards[one.replica], one, self.terms.version) for one in ended)
 
     # --- performing the machine's actions ----------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from trainer_adapters.events import phase_begins
 from trainer_adapters.fleet.asking import ask_all
 from trainer_adapters.fleet.session import ReplicaSession
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.update.coverage import passed_over, unread
+from trainer_adapters.update.coverage import unread
 from trainer_adapters.update.leader import gather_ready, write
 from trainer_adapters.update.rank_context import RankContext
 
@@ -101,7 +101,7 @@ def _compare(
     )
     excused = {name for rank in reply.ranks for name in rank.unreadable if name in manifest.index}
     unreadable_boxes = (manifest.whole(manifest.index[name]) for name in excused)
-    skipped = passed_over(manifest, session.agreed.opened) if session.agreed is not None else ()
+    skipped = session.agreed.passed_over if session.agreed is not None else ()
     missing = [name for name in unread(manifest, (*boxes, *unreadable_boxes), partial=partial) if name not in skipped]
     if missing:
         differ.append(f"held by no rank: {first_few(missing)}")
