@@ -6,10 +6,14 @@ __all__ = ["LEFT_OUT", "NOTHING_APPLIED", "STREAMED", "UNKNOWN"]
 
 NOTHING_APPLIED = "nothing was applied: the old version is served, and the next update needs no restart"
 
-LEFT_OUT = "it serves the version that it had, if it still runs; it is caught up, or the next update brings it up"
+LEFT_OUT = (
+    "if it still runs, it serves the version that it had, and is caught up, or the next update brings it up; else start "
+    "it again"
+)
 
 STREAMED = "a replica with streamed bytes refuses to generate (torn) until the next update of the whole group"
 
 UNKNOWN = (
-    "if it still runs, it serves the old version or the new one: `versions()` asks it, the next update brings it up"
+    "if it still runs, it serves the old version or the new one: `versions()` asks it, the next update brings it up; else "
+    "start it again"
 )
