@@ -265,7 +265,7 @@ class Operations(TorchDispatchMode):
         (EightBits((4096, 4096), (1, 4096), (TensorSpec("", "int8", ()), TensorSpec("", "float32", ()))), 20),
         (PackedInt4((4096, 4096), (1, 32), (TensorSpec("", "int32", ()), TensorSpec("", "bfloat16", ()))), 20),
         (MXFP8((4096, 4096), (1, 32), (TensorSpec("", "float8_e4m3fn", ()), TensorSpec("", "uint8", ()))), 30),
-        (NVFP4((4096, 4096), (1, 16), (TensorSpec("", "uint8", ()), TensorSpec("", "float8_e4m3fn", ()))), 40),
+        (NVFP4((4096, 4096), (1, 16), (TensorSpec("", "uint8", ()), TensorSpec("", "float8_e4m3fn", ()))), 45),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Scheme) else None,
 )

@@ -51,7 +51,8 @@ LEAST_AMAX = 1e-4
 LEAST_INT4_SCALE = 1e-5
 INT4_ZERO = 8
 """What is added to a value of INT4 before it is packed."""
-LEAST_FP8 = 2.0**-9
+LEAST_FP8, EPS_FP8 = 2.0**-9, 0x20
+"""The smallest number of FP8 above zero; `torch.finfo(FP8).eps`, 1/8, as it is stored."""
 EXPONENT_BIAS = 127
 EXPONENT_OF_NAN = 255
 
@@ -172,7 +173,7 @@ class PackedInt4(Scheme):
 
     def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
         codes = scaled.round_().clamp_(-LARGEST_INT4, LARGEST_INT4).add_(INT4_ZERO)
-        return _in_pairs(codes).view(torch.int32)
+        return _in_pairs(codes.to(torch.int8)).view(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -187,26 +188,26 @@ class NVFP4(Scheme):
             whole = LARGEST_FP8 * LARGEST_FP4 / of_matrix.clamp(torch.finfo(torch.float32).tiny)
             whole = torch.where(whole.isinf(), 1.0, whole)  # a matrix of zeros
             scale = (whole * (amax / LARGEST_FP4)).clamp(max=LARGEST_FP8).to(FP8)
-            scale = torch.where(scale.float() == 0, torch.finfo(FP8).eps, scale.float())
-            return Scales(scale.to(FP8), scale / whole, whole)
+            scale.view(torch.uint8).masked_fill_(scale.view(torch.uint8) == 0, EPS_FP8)
+            return Scales(scale, scale.float() / whole, whole)
         whole = torch.where(of_matrix == 0, 1.0, of_matrix / (LARGEST_FP8 * LARGEST_FP4))
         scale = (amax / (LARGEST_FP4 * whole)).clamp(LEAST_FP8, LARGEST_FP8)
         scale = torch.where(amax == 0, 1.0, scale).to(FP8)
         return Scales(scale, scale.float() * whole, whole)
 
     def rounded(self, scaled: torch.Tensor) -> torch.Tensor:
-        negative = scaled < 0
+        sign = (scaled < 0).view(torch.int8) << 3
         size = scaled.abs_().clamp_(max=LARGEST_FP4)
         # Steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6; halves go to the even code, as hardware rounds.
-        codes = (size * 2).round_()
-        codes = torch.minimum(codes, size.round().add_(2))
-        codes = torch.minimum(codes, size.div_(2).round_().add_(4))
-        return _in_pairs(codes.add_(negative, alpha=8))
+        codes = (size * 2).round_().to(torch.int8)
+        codes = torch.minimum(codes, size.round().to(torch.int8).add_(2))
+        codes = torch.minimum(codes, size.div_(2).round_().to(torch.int8).add_(4))
+        return _in_pairs(codes.add_(sign))
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes from 0 to 15, as bytes of two, the first one below: `(rows, columns / 2)` in uint8."""
-    pairs = codes.to(torch.int8).view(torch.int16)
+    """Codes from 0 to 15 in int8, as bytes of two, the first one below: `(rows, columns / 2)` in uint8."""
+    pairs = codes.view(torch.int16)
     return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)  # of two bytes, the lower one is kept
 
 
