@@ -67,7 +67,9 @@ class Misfits:
         if any(".lora_A." in name or ".base_layer." in name for name in sent):
             hint = "these are names of a PEFT model's state dict: give the PEFT model itself, which is merged as it is sent"
         elif any(
-            beside in own for name in sent for beside in (f"{name}_packed", f"{name}_scale_2", f"{name[:-6]}qweight")
+            beside in own and beside not in sent
+            for name in sent
+            for beside in (f"{name}_packed", f"{name}_scale_2", f"{name.removesuffix('weight')}qweight")
         ):
             hint = (
                 "the engine's checkpoint has these weights quantised: QuantizedAdapter(source, checkpoint) sends them as it has "

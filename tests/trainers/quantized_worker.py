@@ -156,6 +156,11 @@ def a_rank_with_another_checkpoint() -> Result:
     return refused(lambda: QuantizedAdapter(ModuleAdapter(dense()), CHECKPOINTS / kind))
 
 
+def a_rank_without_the_checkpoint() -> Result:
+    kind = "nowhere" if dist.get_rank() else "fp8 in blocks"
+    return refused(lambda: QuantizedAdapter(ModuleAdapter(dense()), CHECKPOINTS / kind))
+
+
 def from_copies_made_one_by_one() -> Result:
     return observe(QuantizedAdapter(ModuleAdapter(lambda: iter(large().items())), CHECKPOINTS / "large"))
 
@@ -196,6 +201,7 @@ CASES = [
     a_rank_that_fails_in_an_export,
     a_rank_that_is_held_up,
     a_rank_with_another_checkpoint,
+    a_rank_without_the_checkpoint,
     from_copies_made_one_by_one,
     not_finite,
     ranks_that_have_different_numbers_of_groups,  # the last one: afterwards torch's own groups have other names on each rank

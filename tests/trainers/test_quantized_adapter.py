@@ -148,6 +148,11 @@ def test_after_a_rank_was_held_up_for_longer_than_the_limit_the_next_update_is_r
     assert_is_quantised([one["then"] for one in seen], dense(), "fp8 in blocks")
 
 
+def test_a_rank_that_has_no_such_checkpoint_fails_all_at_once(two: Ranks) -> None:
+    for seen in of(two, "a_rank_without_the_checkpoint"):
+        assert seen["error"] == "ArgumentError" and "nowhere' can't be read" in seen["text"], seen
+
+
 def test_ranks_that_read_different_checkpoints_are_refused(two: Ranks) -> None:
     for seen in of(two, "a_rank_with_another_checkpoint"):
         assert (
@@ -230,7 +235,9 @@ def assert_any_part_is(
         patch.setattr(quantization, "ELEMENTS_AT_ONCE", data.draw(st.sampled_from([1, 300, 1 << 19])))
         maxima = block_maxima(part, at, scheme.block)
         made = quantize(part, at, scheme, factors[touched])
+        standing = quantize(part.t().contiguous().t(), at, scheme, factors[touched])
     assert torch.equal(made.view(torch.uint8), expected[top:bottom, left // of : right // of].view(torch.uint8))
+    assert torch.equal(standing.view(torch.uint8), made.view(torch.uint8))
     blocks = [
         [one.abs().amax().float() for one in torch.tensor_split(row, edges(left, right, width), 1)]
         for row in torch.tensor_split(part, edges(top, bottom, height), 0)
@@ -302,23 +309,53 @@ def test_what_was_measured_is_sent_as_the_checkpoint_has_it_with_the_modules_tha
     assert sent(QuantizedAdapter(ModuleAdapter(own), path))["model.layers.0.mlp.up_proj.input_global_scale"] == 7
 
 
-def test_weights_share_a_scale_where_those_of_the_checkpoint_do(tmp_path: Path) -> None:
-    """Engines multiply fused layers by one scale of the matrix, the largest: values made with another would be wrong."""
+UP, GATE, DOWN = (f"model.layers.0.mlp.{one}_proj.weight" for one in ("up", "gate", "down"))
+
+
+def test_weights_that_an_engine_fuses_share_the_scale_of_the_matrix_in_nvfp4(tmp_path: Path) -> None:
+    """Engines multiply fused layers by one of their scales: values made with another would be wrong. Checkpoints with two are
+    published."""
     weights = dense("modelopt nvfp4")
-    made = quantised(weights, "modelopt nvfp4")
-    up, gate = (f"model.layers.0.mlp.{one}_proj.weight" for one in ("up", "gate"))
-    path = write_checkpoint(tmp_path / "together", made, "modelopt nvfp4")
-    apart = write_checkpoint(tmp_path / "apart", made | {f"{up}_scale_2": torch.tensor(1.0)}, "modelopt nvfp4")
-    down = "model.layers.0.mlp.down_proj.weight"
-    chance = write_checkpoint(
-        tmp_path / "chance", made | {f"{down}_scale_2": made[f"{up}_scale_2"].clone()}, "modelopt nvfp4"
-    )
-    weights[gate][0, 0] = 100.0
+    made = quantised(weights, "modelopt nvfp4") | {f"{UP}_scale_2": torch.tensor(1.0)}
+    path = write_checkpoint(tmp_path / "made", made, "modelopt nvfp4")
+    weights[GATE][0, 0] = 100.0
+    found = sent(QuantizedAdapter(ModuleAdapter(weights), path))
+    assert found[f"{UP}_scale_2"] == found[f"{GATE}_scale_2"] == torch.tensor(100.0) / 2688
+    assert found[f"{DOWN}_scale_2"] == weights[DOWN].float().abs().amax() / 2688
+
+
+def test_in_eight_bits_they_share_it_where_those_of_the_checkpoint_do(tmp_path: Path) -> None:
+    """`down_proj` has the same by chance, and is fused with nothing."""
+    weights = dense("modelopt fp8")
+    made = quantised(weights, "modelopt fp8")
+    made[f"{DOWN}_scale"] = made[f"{UP}_scale"].clone()
+    path = write_checkpoint(tmp_path / "together", made, "modelopt fp8")
+    apart = write_checkpoint(tmp_path / "apart", made | {f"{UP}_scale": torch.tensor(1.0)}, "modelopt fp8")
+    weights[GATE][0, 0] = 100.0
     together, alone = (sent(QuantizedAdapter(ModuleAdapter(weights), one)) for one in (path, apart))
-    assert together[f"{up}_scale_2"] == together[f"{gate}_scale_2"] == torch.tensor(100.0) / 2688
-    assert alone[f"{up}_scale_2"] == weights[up].float().abs().amax() / 2688 != alone[f"{gate}_scale_2"]
-    equal = sent(QuantizedAdapter(ModuleAdapter(weights), chance))
-    assert equal[f"{down}_scale_2"] == weights[down].float().abs().amax() / 2688 != equal[f"{up}_scale_2"]
+    assert (
+        together[f"{UP}_scale"] == together[f"{GATE}_scale"] == torch.tensor(100.0) / 448 != together[f"{DOWN}_scale"]
+    )
+    assert alone[f"{UP}_scale"] == weights[UP].float().abs().amax() / 448 != alone[f"{GATE}_scale"]
+
+
+def test_methods_and_scales_of_other_names_are_taken(checkpoints: Path, tmp_path: Path) -> None:
+    """As engines take them; and FP8 per tensor as Mistral writes it."""
+    shutil.copytree(checkpoints / "modelopt nvfp4", path := tmp_path / "nvfp4")
+    for about in ({"quant_method": "modelopt_fp4"}, {"quant_algo": "NVFP4"}, {"quant_method": "NVFP4"}):
+        (path / "config.json").write_text(json.dumps({"quantization_config": about}))
+        assert read_checkpoint(path).schemes == read_checkpoint(checkpoints / "modelopt nvfp4").schemes
+    (path / "config.json").write_text("{}")
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert read_checkpoint(path).schemes == read_checkpoint(checkpoints / "modelopt nvfp4").schemes
+    made = {
+        name.replace("weight_scale", "weight_scale_inv").replace("input_scale", "activation_scale"): tensor
+        for name, tensor in quantised(dense(), "modelopt fp8").items()
+    }
+    write_checkpoint(tmp_path / "mistral", made, "modelopt fp8")
+    about = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (tmp_path / "mistral" / "config.json").write_text(json.dumps({"quantization_config": about}))
+    assert_is_gold(sent(QuantizedAdapter(ModuleAdapter(dense()), tmp_path / "mistral")), made, {})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -359,8 +396,11 @@ def test_a_checkpoint_that_has_what_cannot_be_made_of_weights_is_refused_by_name
     }
     for case, (more, named) in cases.items():
         path = write_checkpoint(tmp_path / case, made | more, "fp8 per channel")
-        with pytest.raises(ArgumentError, match=rf"can't be made of the trainer's weights: {named}"):
-            read_checkpoint(path)
+        weights = dense() | {name: torch.ones(2, 4, 4) for name in more if name.startswith("experts")}
+        with pytest.raises(ManifestMismatch, match=rf"can't be made of the trainer's weights: {named}"):
+            QuantizedAdapter(ModuleAdapter(weights), path).manifest()
+        others = {name: tensor for name, tensor in dense().items() if "layers.0.mlp" not in name}
+        assert QuantizedAdapter(ModuleAdapter(others), path).manifest(), "of what it has not, nothing is asked"
 
 
 def test_a_checkpoint_whose_weights_are_rotated_is_refused(checkpoints: Path, tmp_path: Path) -> None:
@@ -376,7 +416,7 @@ def test_four_bits_that_lie_in_bytes_are_refused(tmp_path: Path) -> None:
     about = config_of("int8 per channel")
     about["config_groups"]["group_0"]["weights"]["num_bits"] = 4
     (path / "config.json").write_text(json.dumps({"quantization_config": about}))
-    with pytest.raises(ArgumentError, match=r"can't be made of the trainer's weights: model\.layers\.0\."):
+    with pytest.raises(ArgumentError, match=r"that can be made of the trainer's; it has model\.layers\.0\."):
         read_checkpoint(path)
 
 

@@ -239,7 +239,7 @@ def quantize(values: torch.Tensor, at: tuple[int, int], scheme: Scheme, factors:
         factor = factors[(top + first) // height - top // height : math.ceil((top + last) / height) - top // height]
         if 1 < len(factor) < last - first:
             factor = _expanded(factor, top + first, last - first, height, 0)
-        part = values[first:last].to(torch.float32, copy=True)
+        part = values[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if whole:
             blocks, factor = torch.unflatten(part, 1, (-1, width)), factor[:, :, None]
         else:

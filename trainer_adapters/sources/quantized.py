@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -45,10 +45,10 @@ class QuantizedAdapter(WrappingSource):
     the dtype in which `source` would send it, in float32.
 
     Make it on every rank of `process_group` (default: torch.distributed's), in the same order as other process groups: it
-    makes one of its own. Raises `ArgumentError` for a checkpoint that can't be read or has what can't be made of weights, or is
-    another one on another rank.
-    `manifest()` raises `ManifestMismatch`, which names them, for weights of another shape than the checkpoint's, tied ones and
-    ones of another kind of dtype, and where the checkpoint has none of the source's weights quantised.
+    makes one of its own. Raises `ArgumentError` for a checkpoint that can't be read or has nothing that can be made of weights,
+    or is another one on another rank.
+    `manifest()` raises `ManifestMismatch`, which names them, for weights that can't be made as the checkpoint has them, of
+    another shape, tied, or of another kind of dtype, and where the checkpoint has none of the source's weights quantised.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class QuantizedAdapter(WrappingSource):
             )
         self._source: WeightSource = source
         self._checkpoint = str(checkpoint)
-        read = read_checkpoint(checkpoint)
-        self._schemes, self._kept = read.schemes, read.kept
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
         self._ranks = OwnGroup(process_group) if together else None
+        self._telling = Telling(self._ranks)
+        with self._telling.what_all_need():  # all ranks raise what one of them does
+            self._has = read_checkpoint(checkpoint)
         self._check_alike()
         self._plain: Manifest | None = None
         self._manifest = Manifest(())
@@ -73,7 +74,6 @@ class QuantizedAdapter(WrappingSource):
         self._beside: dict[int, str] = {}
         self._maxima: dict[int, torch.Tensor] = {}
         self._largest: dict[int, torch.Tensor] = {}
-        self._telling = Telling(self._ranks)
 
     def configure(self, config: Config) -> None:
         super().configure(config)
@@ -123,8 +123,8 @@ class QuantizedAdapter(WrappingSource):
         """Collective; raises `ArgumentError` if ranks read different schemes: parts of a block would get different scales."""
         if self._ranks is None:
             return
-        kept = sorted((name, str(values.dtype), values.tolist()) for name, values in self._kept.items())
-        mine = hashlib.sha256(repr((sorted(self._schemes.items()), kept)).encode()).digest()
+        kept = sorted((name, str(values.dtype), values.tolist()) for name, values in self._has.kept.items())
+        mine = hashlib.sha256(repr((sorted(self._has.schemes.items()), kept)).encode()).digest()
         with self._ranks.used() as group:
             everyone = exchange_bytes(mine, group)
         if apart := [rank for rank, one in enumerate(everyone) if one != everyone[0]]:
@@ -147,9 +147,18 @@ class QuantizedAdapter(WrappingSource):
         tensors: list[TensorSpec] = []
         places: list[int] = []
         quantised: dict[int, Scheme] = {}
+        beside: dict[int, str] = {}
+        names, modules = {spec.name for spec in plain.tensors}, _modules(plain)
+        own = {name.rpartition(".")[0] for name in names}
+        if strange := [name for name in self._has.strange if name in names or name.rpartition(".")[0] in own]:
+            raise ManifestMismatch(
+                f"{self._checkpoint} has tensors that can't be made of the trainer's weights: {first_few(strange)}",
+                hint="what can be made is on the documentation's page of QuantizedAdapter; weights must be symmetric",
+                side="trainer",
+            )
         for index, spec in enumerate(plain.tensors):
             places.append(len(tensors))
-            if (scheme := self._schemes.get(spec.name)) is None:
+            if (scheme := self._has.schemes.get(spec.name)) is None:
                 tensors.append(spec)
                 continue
             if spec.shape != scheme.shape:
@@ -158,8 +167,14 @@ class QuantizedAdapter(WrappingSource):
                 wrong.append(f"{spec.name} is tied")
             elif not torch_dtype(spec.dtype).is_floating_point or torch_dtype(spec.dtype).itemsize == 1:
                 wrong.append(f"{spec.name} is {spec.dtype}")
-            quantised[index] = scheme
             tensors += scheme.tensors
+            if not quantised:
+                kept = {
+                    n: one for n, one in self._has.kept.items() if n not in names and n.rpartition(".")[0] in modules
+                }
+                beside = dict(enumerate(kept, len(tensors)))
+                tensors += [TensorSpec(n, dtype_name(one.dtype), tuple(one.shape)) for n, one in kept.items()]
+            quantised[index] = scheme
         if wrong:
             raise ManifestMismatch(
                 f"weights can't be quantised as {self._checkpoint} has them: {first_few(wrong)}",
@@ -169,12 +184,11 @@ class QuantizedAdapter(WrappingSource):
         if not quantised:
             raise ManifestMismatch(
                 f"none of the source's tensors is a quantised weight of {self._checkpoint}, which has for example "
-                f"{first_few(sorted(self._schemes)[:3])}",
-                hint="the source must have the checkpoint's names: see rename= of the adapters",
+                f"{first_few(sorted(self._has.schemes)[:3])}",
+                hint="the source must have the checkpoint's names (see rename= of the adapters); a part of the model without "
+                "quantised weights needs no QuantizedAdapter",
                 side="trainer",
             )
-        beside = dict(enumerate(_kept_beside(plain, self._kept), len(tensors)))
-        tensors += [TensorSpec(n, dtype_name(self._kept[n].dtype), tuple(self._kept[n].shape)) for n in beside.values()]
         self._plain, self._places, self._quantised, self._beside = plain, tuple(places), quantised, beside
         self._manifest = Manifest(tuple(tensors), plain.tied)
 
@@ -215,7 +229,7 @@ class QuantizedAdapter(WrappingSource):
                 )
                 yield LocalSlice(own, scales.stored[rows, columns].reshape(own.sizes).contiguous())
                 for place in self._with_first_value(box):
-                    one = self._kept[self._beside[place]] if place in self._beside else scales.of_matrix
+                    one = self._has.kept[self._beside[place]] if place in self._beside else scales.of_matrix
                     assert one is not None
                     whole = self._whole(place)
                     yield LocalSlice(whole, one.to(device).reshape(whole.sizes))
@@ -353,8 +367,7 @@ def _countable(maxima: torch.Tensor) -> torch.Tensor:
     return maxima.nan_to_num(nan=math.inf, posinf=math.inf).cpu()
 
 
-def _kept_beside(plain: Manifest, kept: Iterable[str]) -> list[str]:
-    """The names of those tensors that belong to modules which `plain` has weights of, and that it hasn't itself."""
-    names = {spec.name for spec in plain.tensors}
-    modules = {module for name in names for module in itertools.accumulate(name.split(".")[:-1], "{}.{}".format)}
-    return [name for name in kept if name not in names and name.rpartition(".")[0] in modules]
+def _modules(manifest: Manifest) -> set[str]:
+    """The modules that hold its tensors, at any depth."""
+    names = [spec.name.split(".")[:-1] for spec in manifest.tensors]
+    return {module for name in names for module in itertools.accumulate(name, "{}.{}".format)}

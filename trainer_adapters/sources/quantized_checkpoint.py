@@ -37,6 +37,7 @@ EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 MX_COLUMNS, NVFP4_COLUMNS = 32, 16
 KEPT = (
     "input_scale",
+    "activation_scale",
     "input_zero_point",
     "input_global_scale",
     "output_scale",
@@ -50,7 +51,7 @@ KEPT = (
 LAST = ("o_proj", "out_proj", "wo", "dense", "down_proj", "w2", "fc2", "c_proj")
 """Layers whose input is what others of their module have made: no engine fuses them with these."""
 STRANGE = ("weight_zero_point", "weight_g_idx", "g_idx", "pre_quant_scale")
-"""Those of tensors of which what is stored of a weight depends, and that aren't made."""
+"""Those of tensors on which a weight's stored values depend, and that can't be made."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class QuantizedCheckpoint:
     """How a weight is kept, by its name."""
     kept: Mapping[str, torch.Tensor]
     """By name, what was measured when the checkpoint was made, and the shapes of packed weights."""
+    strange: tuple[str, ...] = ()
+    """Names of tensors that can't be made of the trainer's weights."""
 
 
 class _Weights(msgspec.Struct):
@@ -95,7 +98,7 @@ def read_checkpoint(checkpoint: str | Path) -> QuantizedCheckpoint:
     """Reads a quantised checkpoint's `config.json`, the headers of its files, and what it keeps beside weights.
 
     `checkpoint`: a directory with `config.json` and safetensors files, or a name in the hub of which this machine has a copy.
-    Raises `ArgumentError` if it can't be read, is not quantised, or has what can't be made of the trainer's weights.
+    Raises `ArgumentError` if it can't be read, is not quantised, or has nothing that can be made of the trainer's weights.
     """
     try:
         directory = checkpoint_directory(str(checkpoint))
@@ -125,34 +128,40 @@ def read_checkpoint(checkpoint: str | Path) -> QuantizedCheckpoint:
                 strange.append(name)
             else:
                 schemes[weight] = scheme
-    if strange:
-        raise ArgumentError(
-            f"{directory} has tensors that can't be made of the trainer's weights: {first_few(sorted(strange))}",
-            hint="what can be made is on the documentation's page of QuantizedAdapter; weights must be symmetric",
-        )
     if not schemes:
-        raise ArgumentError(f"{directory} has no weight in FP8, INT8, INT4, NVFP4 or MXFP8 with scales")
+        beside = f"; it has {first_few(sorted(strange))}" if strange else ""
+        raise ArgumentError(
+            f"{directory} has no weight in FP8, INT8, INT4, NVFP4 or MXFP8 that can be made of the trainer's{beside}",
+            hint="what can be made is on the documentation's page of QuantizedAdapter",
+        )
     kept = [name for name in headers if name.rpartition(".")[2] in KEPT]
-    shared = {weight: scheme.tensors[-1].name for weight, scheme in schemes.items() if scheme.shares is not None}
+    one_scale = {weight: scheme.tensors[1].name for weight, scheme in schemes.items() if scheme.one_scale}
     try:
-        values = read_tensors(directory, [*kept, *shared.values()])
+        values = read_tensors(directory, [*kept, *one_scale.values()])
     except Exception as error:
         raise _unreadable(checkpoint, error) from error
-    for weight, scale in shared.items():
-        schemes[weight] = replace(schemes[weight], shares=_shares(weight, schemes[weight], values[scale]))
-    return QuantizedCheckpoint(schemes, {name: values[name] for name in kept})
+    for weight, scheme in schemes.items():
+        if scheme.shares is not None:
+            scale = values[one_scale[weight]].item() if weight in one_scale else None
+            schemes[weight] = replace(scheme, shares=_shares(weight, scheme.shape[1], scale))
+    return QuantizedCheckpoint(schemes, {name: values[name] for name in kept}, tuple(sorted(strange)))
 
 
 def _config(directory: Path) -> Any:
     """`quantization_config`: that of the model, as engines read it, or of its text alone; older ones of ModelOpt have their own
-    file."""
+    file. With the methods' usual names."""
     config = json.loads((directory / "config.json").read_text())
+    given: Any = {}
     for part in (config, config.get("text_config") or {}):
-        if given := part.get("quantization_config") or part.get("compression_config"):
-            return given
-    if (own := directory / "hf_quant_config.json").is_file():
-        return {"quant_method": "modelopt"} | json.loads(own.read_text()).get("quantization", {})
-    return {}
+        given = given or part.get("quantization_config") or part.get("compression_config") or {}
+    if not given and (own := directory / "hf_quant_config.json").is_file():
+        given = json.loads(own.read_text()).get("quantization", {})
+    if not isinstance(given, dict):
+        return given
+    method = str(given.get("quant_method") or ("modelopt" if "quant_algo" in given else "")).lower()
+    if method.startswith("modelopt"):
+        method = "modelopt"
+    return given | {"quant_method": method.replace("compressed_tensors", "compressed-tensors")}
 
 
 def _unreadable(checkpoint: str | Path, error: Exception) -> ArgumentError:
@@ -187,10 +196,11 @@ def _scheme(weight: str, about: _About, headers: Headers) -> Scheme | None:
     shape, specs = (rows, columns), _specs(headers, values, scales)
     if dtype == FP8 and scales_dtype in EXPONENTS and grid == _grid(shape, (1, MX_COLUMNS)):
         return MXFP8(shape, (1, MX_COLUMNS), specs) if columns % MX_COLUMNS == 0 else None
-    in_blocks = scales.endswith("_inv")
+    in_blocks = scales.endswith("_inv") and about.weight_block_size is not None
     if scales_dtype not in (*FLOATS, torch.float8_e8m0fnu) or (in_blocks and dtype != FP8):
         return None
-    if math.prod(grid) == 1 and not in_blocks and scales_dtype in FLOATS:
+    eight_bits = about.quant_method != "compressed-tensors" or about.weights(8)
+    if math.prod(grid) == 1 and not in_blocks and scales_dtype in FLOATS and eight_bits:
         return EightBits(shape, shape, specs, shares="")
     for block in _blocks(shape, about, in_blocks=in_blocks):
         blocks = _grid(shape, block)
@@ -225,11 +235,12 @@ def _nvfp4(weight: str, rows: int, columns: int, values: str, scales: str, heade
     return NVFP4((rows, columns), (1, NVFP4_COLUMNS), specs, shares="", divides=divides)
 
 
-def _shares(weight: str, scheme: Scheme, scale: torch.Tensor) -> str:
-    """The same for the weights that an engine may fuse: layers of one module with the same input, whose scales are equal. Scales
-    may be equal by chance, too: the largest values of weights in bfloat16 often are."""
+def _shares(weight: str, columns: int, scale: float | None) -> str:
+    """The same for the weights that an engine may fuse: layers of one module with the same input. `scale`: that of FP8 or INT8,
+    which must be equal, too. An engine quantises fused weights in 8 bits anew where their scales differ; in NVFP4 it multiplies
+    all by one of the scales."""
     module, _, layer = weight.removesuffix(".weight").rpartition(".")
-    return weight if layer in LAST else f"{module}, {scheme.shape[1]} columns: {scale.item()}"
+    return weight if layer in LAST else f"{module}, {columns} columns: {scale}"
 
 
 def _specs(headers: Headers, *names: str) -> tuple[TensorSpec, ...]:
