@@ -67,6 +67,24 @@ class KnowsItsCheckpoint(NamesAllParameters):
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint(0).items()}
 
 
+class HasScales(KnowsItsCheckpoint):
+    """Started from weights that somebody quantised."""
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        scales = {f"{name}_scale_2": ((), torch.float32) for name in super().checkpoint()}
+        return {**super().checkpoint(), **scales}
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+def test_who_quantises_already_is_not_told_to_but_what_else_is_wrong(quantises: bool) -> None:
+    tensors = checkpoint(1) | {"value_head.weight": torch.zeros(3)}
+    if quantises:
+        tensors |= {name: torch.ones(()) for name in HasScales(2, 0, 1).checkpoint() if name.endswith("_scale_2")}
+    with pytest.raises(ManifestMismatch) as raised:
+        ModelInstaller(HasScales(2, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=False)
+    assert ("exclude=" if quantises else "QuantizedAdapter(source, checkpoint)") in raised.value.hint
+
+
 def of_peft(name: str) -> str:
     return "base_model.model." + name.replace("q.weight", "q.base_layer.weight")
 
