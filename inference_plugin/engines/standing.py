@@ -25,8 +25,7 @@ ENDED_KEPT = 16
 
 @dataclass(eq=False)
 class Held:
-    """A replica that stands still. `orphaned`: why it stays asleep without its manager, so that any manager may wake it or take
-    it over; "" while that manager holds it."""
+    """A replica that stands still. `orphaned`: why any manager may wake it or take it over; "" if only its own may."""
 
     sender: Sender
     lease_s: float

@@ -41,6 +41,7 @@ class TogetherModel(LiveModel):
         )
         drafts = {f"{_CHILD}.{name}" if name else _CHILD: paths for name, paths in draft.constructed.items()}
         self.constructed = {**served.constructed, **drafts}
+        self.random_weights = served.random_weights or draft.random_weights
         self.fixed_addresses = served.fixed_addresses or draft.fixed_addresses
         self.captures_graphs = served.captures_graphs or draft.captures_graphs
         self.ranks = served.ranks

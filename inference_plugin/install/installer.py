@@ -117,6 +117,7 @@ class ModelInstaller:
     def check_model(self) -> None:
         if self._agreement is not None:
             self._agreement.layout.check_references()
+            self._policy.check_made()
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         self._policy.check(segment)

@@ -164,15 +164,17 @@ class LiveLayout:
         anew = module in self.rebuilt and key in self._model.constants
         return key not in self.written and (not self._model.written_at(key) if key in self._plain else anew)
 
+    def keeps(self, parameter: str) -> bool:
+        """Whether updates leave what the live model has of this parameter in its place."""
+        return self._key_of[parameter] in self._plain - self.written
+
     def halved(self) -> list[str]:
         """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""
         return [name for name in self.rebuilt if not self._padding.is_overwritten(name, self.rebuilt_keys(name))]
 
     def filled_over(self) -> list[str]:
         """Storages that the loader would fill with constants that the live model doesn't hold: the trainer's tensor is too small.
-
-        Without modules that the engine pads: an engine that started with random weights has them in the padding as well.
-        """
+        Without modules that the engine pads: an engine that started with random weights has them in the padding as well."""
         live, wrong = self.live_storages(), list[str]()
         for fill in self._plan.fills:
             key = fill.dest.tensor
@@ -194,8 +196,7 @@ class LiveLayout:
 
     def unwritten_buffers(self) -> dict[str, bool]:
         """Buffers that a checkpoint may hold and that an update neither writes nor derives; for each, whether the live model
-        holds the constructor's value. Of those that it writes in part, the ones of which the live model holds other values in the
-        rest."""
+        holds the constructor's value. Of those that it writes in part, the ones whose rest holds other values."""
         found: dict[str, bool] = {}
         for name, module in self._post.live_modules.items():
             trial = self._trials.get(name)
@@ -231,8 +232,8 @@ class LiveLayout:
         return {key: storage for key, storage in self.live_storages().items() if key in self.written}
 
     def keep_gaps(self, storages: Mapping[str, torch.Tensor]) -> None:
-        """Copies the live values of elements that the group leaves unwritten in a storage that it writes: before modules are
-        rebuilt from these storages, and again at the commit, because others may write such elements."""
+        """Copies the live values of elements that the group leaves unwritten: before modules are rebuilt from these storages, and
+        again at the commit, because the engine may write such elements."""
         live = self.live_storages() if self.gaps else {}
         for key in self.gaps.keys() & storages.keys():
             for start, stop in self.gaps[key]:

@@ -64,10 +64,6 @@ class LiveStorages:
                 found[key] = storage
         return found
 
-    def is_unchanged(self, key: str) -> bool:
-        """Whether `unchanged` has this storage."""
-        return key in self.tensors and self._has_form(key, flat(self.tensors[key]))
-
     def _has_form(self, key: str, storage: torch.Tensor) -> bool:
         shape = self.shapes[key]
         return storage.dtype == shape.dtype and storage.numel() == shape.numel() and bool(storage.numel())

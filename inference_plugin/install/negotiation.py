@@ -311,7 +311,8 @@ class _Negotiation:
                 phase="open",
             )
         held = self._model.skeleton.get_parameter
-        if self._model.random_weights and (random := [n for n in lacking if held(n).is_floating_point()]):
+        random = [n for n in unfilled if layout.keeps(n) and held(n).is_floating_point()]
+        if self._model.random_weights and random:
             raise EngineUnsupported(
                 f"the engine started with dummy weights, and no tensor of the manifest fills these: {first_few(random)}",
                 hint="start it from its checkpoint, or send them too; partial=True leaves random numbers in them",

@@ -74,7 +74,7 @@ class PolicyInstaller(abc.ABC):
         self._known: dict[tuple[str, frozenset[str]], Copies] = {}
         """What `_bind` has found out, by module and storages."""
         self._made_from: tuple[int, ...] | None = None
-        """When others had written the storages from which modules were rebuilt beforehand."""
+        """Which updates had written the storages of others from which something was made beforehand; None if nothing was."""
 
     def check(self, segment: torch.Tensor) -> None:
         """Raises `ManifestMismatch` if the bytes are such that the order of a load would decide what the engine holds."""
@@ -99,7 +99,6 @@ class PolicyInstaller(abc.ABC):
     def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
         self._way_back.shares_before, self._way_back.shares = self._way_back.shares, shares_of(shares)
         self._drain()  # steps that the engine has queued still read the old weights
-        self._check_made()
         self._model.note_updated(self._layout.written)
         self._put(segment)
         self._model.note_updated(self._layout.written)  # another group's preparation may have read some of it meanwhile
@@ -206,10 +205,9 @@ class PolicyInstaller(abc.ABC):
         self._made_from = self._others_written()
         return list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
 
-    def _check_made(self) -> None:
+    def check_made(self) -> None:
         """Raises `CommitFailed` if another group has written what modules were rebuilt from beforehand."""
-        made_from, self._made_from = self._made_from, None
-        if made_from not in (None, self._others_written()):
+        if self._made_from not in (None, self._others_written()):
             raise CommitFailed(
                 "another group has written parameters from which modules of this update were made: "
                 f"{first_few(self._layout.others)}",
@@ -251,6 +249,7 @@ class CopyInstaller(PolicyInstaller):
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         self._into_live(segment, self._layout.live_storages())  # so that the commit only copies
         sources = self._sources(segment)
+        self._made_from = self._others_written() if self._layout.reducing else None
         self._note_operands(sources, lambda module: self._plain_of(module, sources), throttle)
         return 0
 
@@ -348,12 +347,12 @@ class StandbyInstaller(PolicyInstaller):
     def _put(self, segment: torch.Tensor) -> None:
         if self._prepared is None:
             raise CommitFailed("nothing was prepared for this transaction", phase="commit")
+        if self._layout.gaps:
+            self._layout.keep_gaps(self._prepared.storages)
         if self._layout.reducing:
             self._prepared.modules += self._make_at_commit(segment, self._prepared.storages)
         prepared, self._prepared = self._prepared, None
         prepared.check_current()
-        if self._layout.gaps:
-            self._layout.keep_gaps(prepared.storages)
         self._way_back.touched = True
         try:
             self._way_back.replaced = self._layout.swap(prepared)

@@ -119,11 +119,14 @@ class PostProcessing:
     def weights(self, updated: Mapping[str, torch.Tensor], plain: Collection[str]) -> Callable[[str], torch.Tensor]:
         """The storages of an update. For all others, copies of the engine's own, because post-processing may write to them: of
         the live storage if it is one of `plain`, which may hold a checkpoint's values, else of what the constructor left."""
+        live = self.storages.unchanged()
 
         def storage(key: str) -> torch.Tensor:
             if key in updated:
                 return updated[key]
-            if key in self.model.constants and not (key in plain and self.storages.is_unchanged(key)):
+            if key in plain and key in live:
+                return live[key].clone()
+            if key in self.model.constants:
                 return flat(self.model.constants[key]).clone().to(self.model.device)
             return flat(self.storages.tensors[key]).clone()
 

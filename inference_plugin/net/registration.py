@@ -45,7 +45,7 @@ class Registration:
         self._closing = False
         self._channels: dict[str, Channel] = {}
         self._told: dict[str, ReplicaCard] = {}
-        self._silent: dict[str, type[Exception]] = {}
+        self._silent: dict[str, set[type[Exception]]] = {}
         self._thread = threading.Thread(target=self._run, name="weightwire-registration", daemon=True)
         self._thread.start()
 
@@ -156,8 +156,8 @@ class Registration:
         if isinstance(error, PeerLost | SyncTimeout):
             # Engines often start before the trainer does: nobody who reads this has called anything.
             why, kind = f"no manager answers ({error.message})", PeerLost
-        if self._silent.get(address) is not kind:
+        if kind not in (told := self._silent.setdefault(address, set())):
             logger.warning("weightwire: %s can't register at %s yet: %s; trying on", self._card.replica, address, why)
-        self._silent[address] = kind
+        told.add(kind)
         if address in self._channels:
             self._channels.pop(address).close()

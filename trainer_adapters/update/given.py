@@ -55,8 +55,10 @@ class GivenModels:
         """The source of an update. Never raises: an error becomes a source that raises it, so that the operation raises it on
         all ranks. `timeout_s`: of that operation; a source that the ranks make together takes half of it to bring them
         together."""
-        self._sent = dtype, hf_config
-        return self._source_of(model, dtype, hf_config, timeout_s)
+        source = self._source_of(model, dtype, hf_config, timeout_s)
+        if not isinstance(source, FailingSource):
+            self._sent = dtype, hf_config
+        return source
 
     def source_to_verify(
         self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, *, timeout_s: float
