@@ -16,6 +16,9 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import Skeleton
 from inference_plugin.engines.together import TogetherModel
 
+LOADS = SimpleNamespace(load_format="auto")
+"""What vLLM's configuration says of a load."""
+
 
 def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LiveModel(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
@@ -45,14 +48,16 @@ def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free
         VllmModel(
             nn.Sequential(nn.Linear(2, 2)),
             torch.device("cpu"),
-            SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto")),
+            SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto"), load_config=LOADS),
             settings,
             Skeleton(nn.Sequential(nn.Linear(2, 2, device="meta")), {}),
         )
         for _ in range(2)
     )
     served.ranks = draft.ranks = 2
+    draft.random_weights = True
     together = TogetherModel(served, draft)
+    assert together.random_weights
     served.free_bytes = together.free_bytes = lambda: 1000  # type: ignore[method-assign]
     assert served.free_share_bytes() == together.free_share_bytes() == 500
     assert together.free_share_bytes(5) == 100
@@ -77,7 +82,7 @@ def why_vllm_is_refused(device: str, mode: Any = 0, cache: Any = None, **options
         enable_sleep_mode=False,
         cache_config=cache or SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(enable_eplb=False),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=LOADS,
         compilation_config=SimpleNamespace(mode=mode, inductor_compile_config=options),
     )
     settings.model_config = settings
@@ -111,7 +116,7 @@ def test_what_vllm_reads_from_files_beside_the_checkpoint_counts_as_filled_by_it
     settings = SimpleNamespace(
         dtype=torch.float32, enforce_eager=True, enable_sleep_mode=False, model=str(tmp_path), revision=None
     )
-    config = SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto"))
+    config = SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto"), load_config=LOADS)
     skeleton: Any = nn.ModuleDict({name: nn.Linear(2, 2, bias=False, device="meta") for name in ("body", "head")})
 
     def held(*prefixes: str) -> list[str]:
